@@ -1,0 +1,192 @@
+"""Chunks: this rank's slices of a layer's parameters, and the segments of them that optimizers see."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero3.comm import Communicator
+from lightning_zero3.errors import Zero3Error
+from lightning_zero3.layout import Layout
+
+__all__ = ["Chunk", "PrecisionPolicy", "Segment"]
+
+
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """Which dtypes trainable parameters take on their way.
+
+    Attributes:
+        param_dtype: of gathered floating-point parameters that train; default as stored. With a smaller dtype the chunk
+            is the master copy: it is cast once per fetch, before it travels.
+        reduce_dtype: of gradients while they are reduced; default as the chunk is stored. They land in the chunk's.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+
+class Segment(NamedTuple):
+    """The part of a trainable chunk that belongs to one optimizer parameter group.
+
+    `param` is a view of chunk elements [lo, hi); its gradient is a view of the chunk's gradient. `indices` are the
+    consecutive parameters (spans of the layout) whose elements it holds; some may lie on other ranks only.
+    """
+
+    param: nn.Parameter
+    lo: int
+    hi: int
+    indices: tuple[int, ...]
+
+
+def _poison(dtype: torch.dtype) -> float | int:
+    """What a sharded parameter reads as: NaN, or for dtypes without one the lowest value."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 1 if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+class Chunk:
+    """One flat space of a layer, of which this rank keeps one part: its trainable parameters, or fixed ones, of one dtype.
+
+    While the layer is sharded each parameter's `.data` is a *placeholder*: one NaN expanded to the full shape. It has the
+    right shape, dtype and device for whoever builds an optimizer from it, takes a few bytes, and turns a forgotten
+    gather into NaN instead of a plausible number. Writing to it is noticed at the next fetch.
+
+    Args:
+        named: names and parameters, all of one dtype.
+        layer: name of the layer, for errors.
+        trainable: whether gradients are wanted.
+        comm: the ranks that share the flat space. The first one's values are used.
+        device: where the chunk lives.
+        policy: dtypes to compute and reduce in.
+    """
+
+    def __init__(
+        self,
+        named: list[tuple[str, nn.Parameter]],
+        *,
+        layer: str,
+        trainable: bool,
+        comm: Communicator,
+        device: torch.device,
+        policy: PrecisionPolicy,
+    ) -> None:
+        named = sorted(named, key=lambda item: item[1].ndim < 2)  # as Layout.of does
+        self.layer = layer
+        self.names = [name for name, _ in named]
+        self.params = [param for _, param in named]
+        self.trainable = trainable
+        self.dtype = self.params[0].dtype
+        self.compute_dtype = policy.param_dtype if policy.param_dtype and trainable else self.dtype
+        self.reduce_dtype = policy.reduce_dtype or self.dtype
+        self.layout = Layout.of(named)
+        self.size = self.layout.chunk_size(comm.world_size)
+        self.total = self.size * comm.world_size  # elements of the padded flat space
+        self.start = self.size * comm.rank  # where this rank's part of it begins
+        self.data: Tensor = self._shard(comm, device)
+        self.segments: list[Segment] = []
+        self._grad: Tensor | None = None
+        if trainable:
+            self.data = nn.Parameter(self.data)
+            self.segments = [Segment(self.data, 0, self.size, tuple(range(len(self.params))))]
+
+        self._scalars = torch.full((len(self.params),), _poison(self.dtype), dtype=self.dtype, device=device)
+        self._placeholders = [scalar.expand(p.shape) for scalar, p in zip(self._scalars, self.params, strict=True)]
+        self.park()
+
+    def _shard(self, comm: Communicator, device: torch.device) -> Tensor:
+        flat = None
+        if comm.rank == 0:
+            flat = torch.zeros(self.total, dtype=self.dtype, device=device)
+            for span, param in zip(self.layout.spans, self.params, strict=True):
+                span.view(flat).copy_(param.detach())
+            if comm.world_size == 1:
+                return flat
+        part = torch.zeros(self.size, dtype=self.dtype, device=device)
+        comm.scatter(None if flat is None else flat.view(torch.uint8), part.view(torch.uint8))
+        return part
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Every parameter as a view of `flat`, `[total]`."""
+        return [span.view(flat) for span in self.layout.spans]
+
+    def point_to(self, views: list[Tensor]) -> None:
+        """Let the parameters' data be `views`."""
+        for param, view in zip(self.params, views, strict=True):
+            param.data = view
+
+    def park(self) -> None:
+        """Let the parameters' data be the placeholders."""
+        self.point_to(self._placeholders)
+        self._versions = [p._version for p in self.params]
+
+    def check_parked(self) -> None:
+        """Raise if someone wrote to, moved or cast a parameter since `park`."""
+        for i, (param, placeholder) in enumerate(zip(self.params, self._placeholders, strict=True)):
+            if param.data_ptr() != placeholder.data_ptr() or param.dtype != self.dtype:
+                raise Zero3Error(
+                    f"parameter {self.names[i]!r} of layer {self.layer!r} was replaced, moved or cast while sharded "
+                    f"(expected {self.dtype} on {self._scalars.device}). Call .to(), .half() or load weights before "
+                    "sharding, or inside `with gather_parameters(module, writeback=True):`."
+                )
+        wrong = next((i for i, p in enumerate(self.params) if p._version != self._versions[i]), None)
+        if wrong is None and not self._scalars.is_cuda:  # `.data` writes leave no version; reading CUDA would stall it
+            value = _poison(self.dtype)
+            intact = self._scalars == value if value == value else self._scalars.isnan()
+            wrong = None if intact.all() else int((~intact).nonzero()[0])
+        if wrong is not None:
+            raise Zero3Error(
+                f"parameter {self.names[wrong]!r} of layer {self.layer!r} was written while sharded. Full parameters "
+                "exist only inside `with gather_parameters(module, writeback=True):`."
+            )
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def segment(self, groups: Collection[Collection[int]]) -> list[list[Segment]]:
+        """Cut the chunk for an optimizer: for each group of parameter indices, its segments on this rank.
+
+        Parameters in no group get none; their gradients are dropped.
+        """
+        cut: list[list[Segment]] = []
+        for group in groups:
+            cut.append([])
+            for run in self.layout.runs(group):
+                lo = max(self.layout.spans[run[0]].start - self.start, 0)
+                hi = min(self.layout.spans[run[-1]].stop - self.start, self.size)
+                if lo < hi:
+                    cut[-1].append(Segment(nn.Parameter(self.data.detach()[lo:hi]), lo, hi, tuple(run)))
+        self.segments = [s for segments in cut for s in segments]
+        return cut
+
+    @property
+    def grad(self) -> Tensor:
+        """`[size]`, the memory behind all segments' gradients. Allocated once, when it is first needed."""
+        if self._grad is None:
+            with torch.inference_mode(False):
+                self._grad = torch.zeros(self.size, dtype=self.dtype, device=self.data.device)
+        return self._grad
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Bytes of the gradient's memory, allocated yet or not."""
+        return self.size * self.dtype.itemsize if self.trainable else 0
+
+    @torch.no_grad()
+    def add_grad(self, part: Tensor) -> None:
+        """Add this rank's part of a reduced gradient, `[size]`, to the segments' gradients."""
+        for segment in self.segments:
+            piece = part[segment.lo : segment.hi]
+            if segment.param.grad is None:
+                memory = self.grad[segment.lo : segment.hi]
+                if memory.data_ptr() != piece.data_ptr():
+                    memory.copy_(piece)
+                segment.param.grad = memory
+            else:
+                segment.param.grad.add_(piece)

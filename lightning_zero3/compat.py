@@ -1,0 +1,30 @@
+"""Every difference between supported torch versions (2.8 and later) that the engine meets, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["all_gather_single", "current_graph_task", "enclosing_saved_tensor_hooks", "reduce_scatter_single"]
+
+# torch 2.13 renames the single-tensor collectives and warns about the old names.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def current_graph_task() -> int:
+    """Number of the backward pass this thread is executing; -1 outside of backward. Nested passes have their own."""
+    return torch._C._current_graph_task_id()
+
+
+def enclosing_saved_tensor_hooks() -> tuple[Callable, Callable] | None:
+    """The (pack, unpack) pair that autograd would use now, if any."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def queue_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward pass that is executing now has finished."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,0 +1,245 @@
+"""The engine: which layer is fetched and released when, and what is in flight.
+
+A pass is one forward (with or without gradients) or one backward. Forward passes begin when the outermost layer is
+entered. A backward begins with the first gradient that reaches any layer, and ends when autograd says so; nested
+backward passes (reentrant checkpoints) belong to the outermost.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_zero3 import compat
+from lightning_zero3.chunk import PrecisionPolicy
+from lightning_zero3.comm import Communicator, Pending
+from lightning_zero3.errors import Zero3Error
+from lightning_zero3.order import Event, Path
+from lightning_zero3.saved import SavedWeights
+from lightning_zero3.slots import Slot, SlotPool
+
+if TYPE_CHECKING:
+    from lightning_zero3.layer import Zero3Layer
+
+__all__ = ["Engine", "Reduction"]
+
+_REDUCTIONS = 1  # in flight while the next layer's gradients are collected
+
+_SCOPE = -2  # stands for `Engine.backward_scope` among the graph tasks
+
+
+class Reduction(NamedTuple):
+    """A gradient reduction in flight. Holding `slot` keeps its memory until `pending` is done."""
+
+    pending: Pending
+    layer: Zero3Layer
+    slot: Slot | None
+    flats: list[Tensor]  # per trainable chunk [total]: summed local gradient / world size; then own part: the mean
+
+
+class Engine:
+    """The layers of one model, in the order they were added, and their common slots and communicator.
+
+    Args:
+        comm: the ranks that share the model.
+        device: where slots live.
+        policy: dtypes to compute and reduce in.
+        prefetch: how many layers ahead to fetch. Each costs one slot.
+    """
+
+    def __init__(
+        self, comm: Communicator, device: torch.device, policy: PrecisionPolicy | None = None, prefetch: int = 1
+    ) -> None:
+        if prefetch < 0:
+            raise Zero3Error(f"prefetch={prefetch}: give the number of layers to fetch ahead, 0 or more")
+        self.comm = comm
+        self.device = device
+        self.policy = policy or PrecisionPolicy()
+        self.prefetch = prefetch
+        self.pool = SlotPool(device)
+        self.saved = SavedWeights(self.pool)
+        self.layers: list[Zero3Layer] = []
+        self.root: Zero3Layer | None = None
+        self.buffers: list[Tensor] = []  # overwritten with the first rank's before each forward pass, as DDP does
+        self.bare_state_dicts = False  # let state dicts of sharded modules pass, for `full_state_dict`
+        self._forward = {True: Path(), False: Path()}  # with and without gradients
+        self._backward = Path()
+        self._path = self._forward[True]
+        self._uses = 0  # calls of layers in progress
+        self._tasks: set[int] = set()  # graph tasks of the backward in progress
+        self._needed: set[Zero3Layer] = set()  # layers whose backward has begun and not ended
+        self._reductions: deque[Reduction] = deque()
+
+    def add(self, layer: Zero3Layer) -> int:
+        """Take a layer in. Returns its index."""
+        self.layers.append(layer)
+        return len(self.layers) - 1
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def before_use(self, layer: Zero3Layer) -> None:
+        """A layer is about to compute: fetch it, and the next ones ahead."""
+        if compat.current_graph_task() != -1:  # activation checkpointing recomputes
+            self.before_backward_use(layer)
+        else:
+            if self._uses == 0:
+                self._begin_forward()
+            self._fetch(layer, self._path)
+        self._uses += 1
+
+    def after_use(self, layer: Zero3Layer, failed: bool) -> None:
+        """A layer has computed: release it, unless backward or the next use needs it at once."""
+        self._uses -= 1
+        if compat.current_graph_task() != -1:
+            return
+        grad = torch.is_grad_enabled() and not failed
+        if not (grad and (layer is self.root or self._path.last_fetch() or self._path.repeats())):
+            layer.release()
+        if self._uses == 0:
+            if failed:
+                self._path.begin()
+            elif not self._path.end():
+                self.comm.agree("end of forward")
+
+    def _begin_forward(self) -> None:
+        if self._tasks:
+            self._recover()
+        for layer in self.layers:  # left over from a forward without backward; weights may have changed since
+            layer.release()
+        self._path = self._forward[torch.is_grad_enabled()]
+        self._path.begin()
+        for buffer in self.buffers:
+            self.comm.broadcast(buffer)
+
+    def _fetch(self, layer: Zero3Layer, path: Path) -> None:
+        expected = path.advance(Event("fetch", layer.index))
+        if layer.sharded:
+            if not expected:
+                self.comm.agree(f"fetch of layer {layer.name!r}")
+            layer.fetch()
+        layer.wait()
+        for index in path.ahead(self.prefetch):
+            if self.layers[index].sharded:
+                self.layers[index].fetch()
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def touch(self) -> None:
+        """Something of a backward pass happens: make sure that its end will be noticed."""
+        task = compat.current_graph_task()
+        if task in self._tasks:
+            return
+        if not self._tasks:
+            self._backward.begin()
+        self._tasks.add(task)
+        compat.queue_end_of_backward(lambda: self._task_ends(task))
+
+    @contextmanager
+    def backward_scope(self) -> Iterator[None]:
+        """All that happens inside is one backward pass, however many graph tasks it takes."""
+        self._backward.begin()
+        self._tasks.add(_SCOPE)
+        try:
+            yield
+        except BaseException:
+            self._recover()
+            raise
+        self._task_ends(_SCOPE)
+
+    def before_backward_use(self, layer: Zero3Layer) -> None:
+        """Backward needs a layer's weights: fetch it, and the next ones ahead."""
+        if layer in self._needed and not layer.sharded:
+            layer.wait()
+            return
+        self.touch()
+        self._needed.add(layer)
+        self._fetch(layer, self._backward)
+
+    def after_backward_use(self, layer: Zero3Layer) -> None:
+        """Backward is done with one use of a layer: release it, unless the next use follows at once."""
+        if layer not in self._needed or layer.depth or layer is self.root:
+            return
+        self._needed.discard(layer)
+        if not self._backward.repeats():
+            layer.release()
+
+    def grad_slot(self, layer: Zero3Layer) -> Slot:
+        """A slot for a layer's flat gradient. Waits for the oldest reduction when enough are in flight."""
+        self.touch()
+        while len(self._reductions) > _REDUCTIONS:
+            self._land(self._reductions.popleft())
+        slot = self.pool.take(layer.grad_slot_nbytes, layer)
+        if slot.free_event is not None:
+            torch.cuda.current_stream(self.device).wait_event(slot.free_event)
+        return slot
+
+    def reduce(self, layer: Zero3Layer) -> None:
+        """A layer's gradients are complete: start reducing them."""
+        if not self._backward.advance(Event("reduce", layer.index)):
+            self.comm.agree(f"reduction of layer {layer.name!r}")
+        slot, flats = layer.grads.hand_over()
+        self.comm.order_after("reduce")
+        with self.comm.on_stream("reduce"):
+            pending = self.comm.reduce(f"layer {layer.name!r}", flats)
+            reduction = Reduction(pending, layer, slot, flats)
+            if pending.ready is not None or not pending.works:
+                self._land(reduction)
+            else:
+                self._reductions.append(reduction)
+
+    def _land(self, reduction: Reduction) -> None:
+        """Add a reduced gradient to the chunks' gradients and give the slot back."""
+        self.comm.wait(reduction.pending)
+        for chunk, flat in zip(reduction.layer.trainable, reduction.flats, strict=True):
+            chunk.add_grad(self.comm.own(flat))
+        if reduction.slot is not None:
+            self.pool.give(reduction.slot)
+
+    def _task_ends(self, task: int) -> None:
+        self._tasks.discard(task)
+        if self._tasks:
+            return
+        for layer in self.layers:
+            if layer.grads.begun:
+                self.reduce(layer)
+        while self._reductions:
+            self._land(self._reductions.popleft())
+        self.comm.join("reduce")
+        self._needed.clear()
+        for layer in self.layers:
+            if not layer.depth:
+                layer.release()
+        if not self._backward.end():
+            self.comm.agree("end of backward")
+
+    # -- changes from outside -----------------------------------------------------------------------------------------
+
+    def weights_changed(self, layers: Iterable[Zero3Layer]) -> None:
+        """An optimizer has updated these layers' chunks: what was gathered from them is stale."""
+        for layer in layers:
+            layer.updates += 1
+            in_use = layer.depth > 0
+            layer.release()
+            if in_use and layer.sharded:
+                layer.fetch()
+                layer.wait()
+
+    def _recover(self) -> None:
+        """Forget a backward that an exception ended."""
+        self._tasks.clear()
+        self._needed.clear()
+        while self._reductions:
+            reduction = self._reductions.popleft()
+            self.comm.wait(reduction.pending)
+            if reduction.slot is not None:
+                self.pool.give(reduction.slot)
+        for layer in self.layers:
+            layer.grads.drop()
+            if not layer.depth:
+                layer.release()
+        self._backward.begin()

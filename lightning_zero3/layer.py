@@ -1,0 +1,503 @@
+"""The life of a layer: sharded, fetched for use, released, its gradients reduced."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from enum import Enum, auto
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_zero3 import compat
+from lightning_zero3.chunk import Chunk
+from lightning_zero3.comm import Communicator, Pending
+from lightning_zero3.engine import Engine
+from lightning_zero3.errors import Zero3Error
+from lightning_zero3.meta import materialize
+from lightning_zero3.slots import Slot
+
+__all__ = ["LayerState", "Zero3Layer", "layer_of"]
+
+TRAINING_PARAMS_IDX = 0  # in `Zero3Layer.chunk`
+
+_SLOT_ALIGN = 64  # bytes; where each chunk's flat space begins in a slot
+
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> the layer that shards it
+
+
+def layer_of(param: Tensor) -> Zero3Layer | None:
+    """The layer that shards `param`, if any."""
+    return _owners.get(param)
+
+
+class LayerState(Enum):
+    """Where a layer's full parameters are."""
+
+    SHARDED = auto()  # only this rank's chunks exist
+    FETCHING = auto()  # an all-gather into the slot is in flight
+    FETCHED = auto()  # parameters are views of the slot
+    GATHERED = auto()  # parameters are full tensors outside of any slot, inside `gather_parameters`
+    RESIDENT = auto()  # a world of one: parameters are views of the chunks, always
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _SLOT_ALIGN) * _SLOT_ALIGN
+
+
+class Zero3Layer(nn.Module):
+    """A module whose parameters are sharded over ranks and fetched together when it is used.
+
+    The wrapped module stays what it was: the same parameters under the same names, no prefix in `named_parameters()` or
+    state dicts, its attributes readable here. It may be called itself, or through this wrapper.
+
+    A forward waits for the layer's own fetch, starts the next layer's, computes and releases. A backward fetches when
+    the first gradient reaches an output, and when all gradients are there releases and reduce-scatters their mean into
+    the gradient of the trainable chunk, which accumulates as `.grad` does.
+
+    Args:
+        module: what to wrap; its parameters (those no inner layer has) are flattened, padded and scattered from the first
+            rank, and the originals freed.
+        rank, world_size: checked against the process group when given.
+        device: where chunks and slots live; default the parameters' own.
+        dtype: what floating-point parameters are cast to first; default as they are.
+        engine: which engine it belongs to; default one of its own.
+        name: for errors and reports; default the class name.
+        owned: names and parameters to own, when not all of `module`'s.
+        entries: modules whose forward is a use of the layer, when not `module` alone.
+
+    Raises:
+        Zero3Error: no parameters, ranks that do not match, a parameter that another layer owns.
+
+    Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3 (P_os+g+p) and 7.2.2 (its communication).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        rank: int | None = None,
+        world_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        engine: Engine | None = None,
+        name: str | None = None,
+        owned: list[tuple[str, nn.Parameter]] | None = None,
+        entries: Iterable[nn.Module] | None = None,
+    ) -> None:
+        super().__init__()
+        self.__dict__["module"] = module  # not a child: names stay as they were
+        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[shared] = getattr(module, shared)
+        self.training = module.training
+        self.name = name or type(module).__name__
+
+        if owned is None:
+            owned = [(n, p) for n, p in module.named_parameters() if layer_of(p) is None]
+            if not owned:
+                raise Zero3Error(f"{self.name} has no parameters to shard; use it as it is, without Zero3Layer")
+        if device is None:
+            device = next((p.device for _, p in owned), torch.device("cpu"))
+            device = torch.device("cpu") if device.type == "meta" else device
+        device = torch.device(device)
+        if engine is None:
+            engine = Engine(Communicator(device=device), device)
+        comm = engine.comm
+        for what, given, actual in (("rank", rank, comm.rank), ("world_size", world_size, comm.world_size)):
+            if given is not None and given != actual:
+                raise Zero3Error(
+                    f"{self.name}: {what}={given}, but the process group says {actual}. Call "
+                    "torch.distributed.init_process_group() first (torchrun sets its environment), or leave it out."
+                )
+
+        self.entries = list(entries) if entries is not None else [module]
+        owned = materialize([module, *self.entries], owned, device)
+        if dtype is not None:
+            for _, param in owned:
+                if param.is_floating_point():
+                    param.data = param.data.to(dtype)
+        kinds = sorted({(not p.requires_grad, str(p.dtype)) for _, p in owned})
+        self.chunks = [
+            Chunk(
+                [(n, p) for n, p in owned if (not p.requires_grad, str(p.dtype)) == kind],
+                layer=self.name,
+                trainable=not kind[0],
+                comm=comm,
+                device=device,
+                policy=engine.policy,
+            )
+            for kind in kinds
+        ]
+        self._place()
+        self.trainable = [c for c in self.chunks if c.trainable]
+        self.join(engine)
+        self.state = LayerState.SHARDED
+        self.updates = 0  # of the weights, by optimizers
+        self.depth = 0  # calls in progress
+        self._slot: Slot | None = None
+        self._fetch: Pending | None = None
+        self._views: dict[int, list[list[Tensor]]] = {}  # slot -> per chunk, every parameter
+        self._releases_by_input = False  # this use's input gradients will tell when backward is done with it
+        self.grads = _Gradients(self)
+
+        for chunk in self.chunks:
+            for param in chunk.params:
+                _owners[param] = self
+        for place, chunk in enumerate(self.trainable):
+            for index, param in enumerate(chunk.params):
+                param.register_post_accumulate_grad_hook(partial(self._on_grad, place, index))
+        for entry in self.entries:
+            entry.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+            entry.register_forward_hook(self._after_forward, always_call=True)
+        self._guard_owners()
+        if not self.chunks or (comm.world_size == 1 and all(c.compute_dtype == c.dtype for c in self.chunks)):
+            for chunk in self.chunks:
+                chunk.point_to(chunk.views(chunk.data.detach()))
+            self.state = LayerState.RESIDENT
+
+    def join(self, engine: Engine) -> None:
+        """Become the next layer of `engine`, before the first use."""
+        self.engine = engine
+        self.index = engine.add(self)
+
+    def _place(self) -> None:
+        """Lay the chunks' flat spaces out in one slot, and those of their gradients in another."""
+        self.slot_nbytes = self.grad_slot_nbytes = 0
+        self._offsets: list[int] = []
+        for chunk in self.chunks:
+            self._offsets.append(self.slot_nbytes)
+            self.slot_nbytes += _aligned(chunk.total * chunk.compute_dtype.itemsize)
+            if chunk.trainable:
+                self.grad_slot_nbytes += _aligned(chunk.total * chunk.reduce_dtype.itemsize)
+
+    # -- the seed's interface -----------------------------------------------------------------------------------------
+
+    @property
+    def chunk(self) -> list[Tensor]:
+        """This rank's chunks: the trainable one (empty if nothing trains), then the fixed ones."""
+        trainable = [c.data for c in self.chunks if c.trainable]
+        return (trainable or [torch.empty(0)]) + [c.data for c in self.chunks if not c.trainable]
+
+    @property
+    def chunk_size(self) -> list[int]:
+        """Elements of each of `chunk`."""
+        return [c.numel() for c in self.chunk]
+
+    @property
+    def param_refs(self) -> list[list[nn.Parameter]]:
+        """The parameters themselves, in the order of `chunk`."""
+        trainable = [c.params for c in self.chunks if c.trainable]
+        return (trainable or [[]]) + [c.params for c in self.chunks if not c.trainable]
+
+    def get_trainable_chunk(self) -> list[nn.Parameter]:
+        """What to build an optimizer from: the trainable chunks, or nothing."""
+        return [s.param for c in self.chunks for s in c.segments]
+
+    def fetch_params(self) -> None:
+        """Gather the full parameters, on every rank, if they are not there. They stay until the next pass begins."""
+        self.fetch()
+        self.wait()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    # -- transparency -------------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["module"], name)
+
+    def train(self, mode: bool = True) -> Zero3Layer:
+        self.module.train(mode)
+        self.training = mode
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Zero3Layer:
+        self.module.apply(fn)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{type(self.module).__name__}, {self.state.name}"
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.module._load_from_state_dict(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise Zero3Error(
+            f"layer {self.name!r} is sharded over ranks and cannot be copied or pickled. Copy the module before it is "
+            "sharded, or build a new one and load full_state_dict(module) into it."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__(None)
+
+    def _guard_owners(self) -> None:
+        """Turn uses of a sharded parameter that would silently read NaN into errors."""
+        mine = {id(p) for c in self.chunks for p in c.params}
+        there = (LayerState.FETCHED, LayerState.GATHERED, LayerState.RESIDENT)
+
+        def needs_parameters(what: str) -> Callable[..., None]:
+            def check(owner: nn.Module, *_: Any) -> None:
+                if self.state not in (LayerState.GATHERED, LayerState.RESIDENT) and not self.engine.bare_state_dicts:
+                    raise Zero3Error(
+                        f"{what} of {type(owner).__name__} in layer {self.name!r} while its parameters are sharded. Use "
+                        "full_state_dict(module), or call it inside `with gather_parameters(module, writeback=...):`, "
+                        "on every rank."
+                    )
+
+            return check
+
+        def before_forward(owner: nn.Module, _: Any) -> None:
+            if self.depth or self.state in there:
+                return
+            if compat.current_graph_task() != -1:  # a checkpoint inside this layer recomputes
+                self.needed_in_backward()
+                return
+            raise Zero3Error(
+                f"{type(owner).__name__} in layer {self.name!r} was called on its own, outside of the module that is "
+                "wrapped. Call the wrapped module, choose smaller modules in `auto_wrap_policy`, or call it inside "
+                "`with gather_parameters(module):`."
+            )
+
+        entries = set(self.entries)
+        for owner in {m: None for top in (self.module, *self.entries) for m in top.modules()}:
+            if not any(id(p) in mine for p in owner._parameters.values() if p is not None):
+                continue
+            owner.register_state_dict_pre_hook(needs_parameters("state_dict()"))
+            owner.register_load_state_dict_pre_hook(needs_parameters("load_state_dict()"))
+            if owner not in entries:
+                owner.register_forward_pre_hook(before_forward, prepend=True)
+
+    # -- fetch and release --------------------------------------------------------------------------------------------
+
+    @property
+    def sharded(self) -> bool:
+        """Whether using the layer needs a fetch first."""
+        return self.state is LayerState.SHARDED
+
+    @torch.no_grad()
+    def fetch(self) -> None:
+        """SHARDED -> FETCHING: start gathering all chunks into a slot. Called in the order that the engine keeps."""
+        if self.state is not LayerState.SHARDED:
+            return
+        for chunk in self.chunks:
+            chunk.check_parked()
+        comm, slot = self.engine.comm, self.engine.pool.take(self.slot_nbytes, self)
+        comm.order_after("fetch", slot.free_event)
+        with comm.on_stream("fetch"):
+            flats = self._flats_in(slot)
+            for chunk, flat in zip(self.chunks, flats, strict=True):
+                comm.own(flat).copy_(chunk.data)  # casts to the compute dtype
+            self._fetch = comm.gather(f"layer {self.name!r}", flats)
+        self._slot = slot
+        self.state = LayerState.FETCHING
+
+    def wait(self) -> None:
+        """FETCHING -> FETCHED: the gather is done; parameters become views of the slot."""
+        if self.state is not LayerState.FETCHING:
+            return
+        assert self._fetch is not None and self._slot is not None
+        self.engine.comm.wait(self._fetch)
+        self._fetch = None
+        if self._slot.index not in self._views:  # made once per slot: the hot path only looks up
+            with torch.inference_mode(False), torch.no_grad():
+                flats = self._flats_in(self._slot)
+                self._views[self._slot.index] = [c.views(f) for c, f in zip(self.chunks, flats, strict=True)]
+        for chunk, views in zip(self.chunks, self._views[self._slot.index], strict=True):
+            chunk.point_to(views)
+        self.state = LayerState.FETCHED
+
+    def release(self) -> None:
+        """FETCHED -> SHARDED: parameters become placeholders and the slot serves others."""
+        self.wait()  # a gather cannot be called back
+        if self.state is not LayerState.FETCHED:
+            return
+        assert self._slot is not None
+        for chunk in self.chunks:
+            chunk.park()
+        self.engine.pool.give(self._slot)
+        self._slot = None
+        self.state = LayerState.SHARDED
+
+    def hold(self, full: list[Tensor]) -> None:
+        """SHARDED -> GATHERED: parameters are views of `full`, one `[total]` per chunk, until `let_go`."""
+        for chunk, flat in zip(self.chunks, full, strict=True):
+            chunk.point_to(chunk.views(flat))
+        self.state = LayerState.GATHERED
+
+    def let_go(self) -> None:
+        """GATHERED -> SHARDED."""
+        for chunk in self.chunks:
+            chunk.park()
+        self.state = LayerState.SHARDED
+
+    def _flats_in(self, slot: Slot) -> list[Tensor]:
+        return [slot.flat(c.compute_dtype, o, c.total) for c, o in zip(self.chunks, self._offsets, strict=True)]
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, entry: nn.Module, args: Any, kwargs: Any) -> None:
+        self.enter(args, kwargs)
+
+    def _after_forward(self, entry: nn.Module, args: Any, output: Any) -> None:
+        # The backward of an embedding needs no weight: what reaches its output is no reason to fetch.
+        self.leave(output, fetch_in_backward=type(entry) not in (nn.Embedding, nn.EmbeddingBag))
+
+    def enter(self, *inputs: Any) -> None:
+        """A use begins: parameters are there when this returns. Calls inside of it are part of it."""
+        if self.depth == 0:
+            self.engine.before_use(self)
+            self.engine.saved.push()
+            self._releases_by_input = False
+            if torch.is_grad_enabled():
+                for tensor in tensors_in(inputs):
+                    if tensor.grad_fn is not None:
+                        tensor.register_hook(self._on_input_grad)
+                        self._releases_by_input = True
+        self.depth += 1
+
+    def leave(self, output: Any = None, fetch_in_backward: bool = True) -> None:
+        """A use ends, normally or by an exception."""
+        if self.depth == 0:  # `enter` failed
+            return
+        self.depth -= 1
+        if self.depth == 0:
+            self.engine.saved.pop()
+            if torch.is_grad_enabled() and fetch_in_backward and self.chunks:
+                for tensor in tensors_in(output):
+                    if tensor.grad_fn is not None:
+                        tensor.register_hook(self._on_output_grad)
+            self.engine.after_use(self, failed=output is None and sys.exc_info()[0] is not None)
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def _on_output_grad(self, _: Tensor) -> None:
+        """The first gradient has reached an output of a use: its backward begins."""
+        self.engine.before_backward_use(self)
+
+    def _on_input_grad(self, _: Tensor) -> None:
+        """All gradients of an input of a use are there.
+
+        Autograd runs what was computed last first, so it is done with the use. Should anything be left, it fetches again.
+        """
+        self.engine.after_backward_use(self)
+
+    def needed_in_backward(self) -> Slot:
+        """Fetch for backward. Returns where the weights are."""
+        self.engine.before_backward_use(self)
+        assert self._slot is not None
+        return self._slot
+
+    @torch.no_grad()
+    def _on_grad(self, place: int, index: int, param: Tensor) -> None:
+        """A parameter's gradient is complete: move it to the flat gradient. With the last one, release and reduce."""
+        grad, param.grad = param.grad, None
+        if grad is None:
+            return
+        last = self.grads.missing == {(place, index)}
+        if last and not (self._releases_by_input and len(self.trainable) < len(self.chunks)):
+            # Every use of a weight contributes to its gradient: nobody needs the slot any more, and the gradient may
+            # take it. (Not so with fixed parameters in the layer; then the input's gradient tells.)
+            self.engine.after_backward_use(self)
+        self.grads.put(place, index, grad)
+        if last:
+            self.engine.reduce(self)
+
+
+class _Gradients:
+    """A layer's flat gradient while it is collected: which have arrived, and where they are put."""
+
+    def __init__(self, layer: Zero3Layer) -> None:
+        self._layer = layer
+        self._all = {(place, i) for place, c in enumerate(layer.trainable) for i in range(len(c.params))}
+        self._views: dict[int, tuple[list[Tensor], list[list[Tensor]]]] = {}  # slot -> flats, and their parameters
+        self._gaps = [list(c.layout.gaps(c.total)) for c in layer.trainable]
+        self._scale = 1.0 / layer.engine.comm.world_size
+        self._reset()
+
+    def _reset(self) -> None:
+        self.missing = set(self._all)
+        self._slot: Slot | None = None
+        self._into: tuple[list[Tensor], list[list[Tensor]]] | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether any gradient has arrived since the last reduction."""
+        return self._into is not None
+
+    def put(self, place: int, index: int, grad: Tensor) -> None:
+        """Take in one parameter's gradient, divided by the world size."""
+        if self._into is None:
+            self._take_memory()
+            assert self._into is not None
+        target = self._into[1][place][index]
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if grad.dtype == target.dtype and self._scale != 1.0:
+            torch.mul(grad, self._scale, out=target)
+        else:
+            target.copy_(grad)
+            if self._scale != 1.0:
+                target.mul_(self._scale)
+        self.missing.discard((place, index))
+
+    def hand_over(self) -> tuple[Slot | None, list[Tensor]]:
+        """The flat gradients, one `[total]` per trainable chunk, complete: what is missing and all padding are zero."""
+        assert self._into is not None
+        flats, views = self._into
+        for place, index in self.missing:
+            views[place][index].zero_()
+        for flat, gaps in zip(flats, self._gaps, strict=True):
+            for lo, hi in gaps:
+                flat[lo:hi].zero_()
+        slot = self._slot
+        self._reset()
+        return slot, flats
+
+    def drop(self) -> None:
+        """Forget what has arrived."""
+        if self._slot is not None:
+            self._layer.engine.pool.give(self._slot)
+        self._reset()
+
+    def _take_memory(self) -> None:
+        layer = self._layer
+        if layer.state is LayerState.RESIDENT and all(
+            c.reduce_dtype == c.dtype and all(s.param.grad is None for s in c.segments) for c in layer.trainable
+        ):
+            flats = [c.grad for c in layer.trainable]  # a world of one: straight to where it shall end up
+            key = -1
+        else:
+            self._slot = layer.engine.grad_slot(layer)
+            key = self._slot.index
+            flats, offset = [], 0
+            for chunk in layer.trainable:
+                flats.append(self._slot.flat(chunk.reduce_dtype, offset, chunk.total))
+                offset += _aligned(chunk.total * chunk.reduce_dtype.itemsize)
+        if key not in self._views:
+            self._views[key] = (flats, [c.views(f) for c, f in zip(layer.trainable, flats, strict=True)])
+        self._into = self._views[key]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested containers, dataclasses and plain objects that hold them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):  # also Hugging Face's ModelOutput
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name, None))

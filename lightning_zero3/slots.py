@@ -1,0 +1,77 @@
+"""Slots: the flat buffers that gathered parameters and whole gradients take turns in.
+
+A slot is allocated the first time it is needed and reused for ever, so that steady training allocates nothing for
+parameters and its peak never creeps. A slot serves requests of about its own size only (at least half of it): a small
+layer that borrowed the embedding's slot would force a second one of that size to be made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_zero3.layer import Zero3Layer
+
+__all__ = ["Slot", "SlotPool"]
+
+
+class Slot:
+    """One reusable buffer of bytes."""
+
+    def __init__(self, index: int, nbytes: int, device: torch.device) -> None:
+        self.index = index
+        with torch.inference_mode(False):  # an inference tensor could never be trained in later
+            self.bytes: Tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.owner: Zero3Layer | None = None
+        self.free_event: torch.cuda.Event | None = None  # CUDA: what read the slot last must end before it is refilled
+
+    def flat(self, dtype: torch.dtype, offset: int, numel: int) -> Tensor:
+        """`[numel]` elements of `dtype` that start at byte `offset`."""
+        return self.bytes[offset : offset + numel * dtype.itemsize].view(dtype)
+
+
+class SlotPool:
+    """All slots of one engine, free and taken."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.slots: list[Slot] = []
+        self._free: list[Slot] = []
+        self._by_storage: dict[int, Slot] = {}
+
+    def take(self, nbytes: int, owner: Zero3Layer) -> Slot:
+        """The smallest free slot that fits, or a new one."""
+        fitting = [s for s in self._free if nbytes <= s.bytes.numel() <= 2 * nbytes]
+        if fitting:
+            slot = min(fitting, key=lambda s: (s.bytes.numel(), s.index))
+            self._free.remove(slot)
+        else:
+            slot = Slot(len(self.slots), nbytes, self.device)
+            self.slots.append(slot)
+            self._by_storage[slot.bytes.untyped_storage().data_ptr()] = slot
+        slot.owner = owner
+        return slot
+
+    def give(self, slot: Slot) -> None:
+        """Return a slot. On CUDA, whoever takes it next waits until the work queued so far is done."""
+        if slot.bytes.is_cuda:
+            slot.free_event = torch.cuda.current_stream().record_event()
+        slot.owner = None
+        self._free.append(slot)
+
+    def of_tensor(self, tensor: Tensor) -> Slot | None:
+        """The slot that `tensor` is a view of, if any."""
+        return self._by_storage.get(tensor.untyped_storage().data_ptr())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots ever made: the most that was ever needed at once."""
+        return sum(s.bytes.numel() for s in self.slots)
+
+    @property
+    def taken(self) -> int:
+        """How many slots are in use now."""
+        return len(self.slots) - len(self._free)
