@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -149,20 +148,24 @@ class Chunk:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def segment(self, groups: Collection[Collection[int]]) -> list[list[Segment]]:
-        """Cut the chunk for an optimizer: for each group of parameter indices, its segments on this rank.
+    def cut(self, runs: list[tuple[int, ...]]) -> list[Segment | None]:
+        """Cut the chunk for optimizers: for each run of consecutive parameters, its segment, or None if all of it lies
+        on other ranks.
 
-        Parameters in no group get none; their gradients are dropped.
+        Parameters in no run get no segment; their gradients are dropped. A segment that exists is kept as it is.
         """
-        cut: list[list[Segment]] = []
-        for group in groups:
-            cut.append([])
-            for run in self.layout.runs(group):
-                lo = max(self.layout.spans[run[0]].start - self.start, 0)
-                hi = min(self.layout.spans[run[-1]].stop - self.start, self.size)
-                if lo < hi:
-                    cut[-1].append(Segment(nn.Parameter(self.data.detach()[lo:hi]), lo, hi, tuple(run)))
-        self.segments = [s for segments in cut for s in segments]
+        had = {s.indices: s for s in self.segments}
+        cut: list[Segment | None] = []
+        for run in runs:
+            lo = max(self.layout.spans[run[0]].start - self.start, 0)
+            hi = min(self.layout.spans[run[-1]].stop - self.start, self.size)
+            if lo >= hi:
+                cut.append(None)
+            elif (old := had.get(run)) is not None and old.param is not self.data:
+                cut.append(old)
+            else:
+                cut.append(Segment(nn.Parameter(self.data.detach()[lo:hi]), lo, hi, run))
+        self.segments = [s for s in cut if s is not None]
         return cut
 
     @property

@@ -219,7 +219,9 @@ class Communicator:
     def max(self, tensor: Tensor) -> Tensor:
         """Maximum over ranks, in place. NaN on any rank gives NaN on all."""
         if self.world_size > 1:
+            any_nan = self.sum(tensor.isnan().to(torch.float32)) > 0
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._groups.reduce)
+            tensor.masked_fill_(any_nan, float("nan"))
         return tensor
 
     def all_objects(self, obj: Any) -> list[Any]:

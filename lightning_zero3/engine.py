@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -106,6 +106,22 @@ class Engine:
             elif not self._path.end():
                 self.comm.agree("end of forward")
 
+    def can_shadow(self) -> bool:
+        """Whether `shadow_forward` knows what to do."""
+        return bool(self._forward[False].latest())
+
+    @torch.no_grad()
+    def shadow_forward(self) -> None:
+        """Take part in the other ranks' forward without data: the fetches of this rank's last evaluation."""
+        assert self.root is not None
+        self.root.enter()
+        for event in self._forward[False].latest():
+            layer = self.layers[event.layer]
+            if layer is not self.root:
+                layer.enter()
+                layer.leave()
+        self.root.leave()
+
     def _begin_forward(self) -> None:
         if self._tasks:
             self._recover()
@@ -113,8 +129,18 @@ class Engine:
             layer.release()
         self._path = self._forward[torch.is_grad_enabled()]
         self._path.begin()
-        for buffer in self.buffers:
-            self.comm.broadcast(buffer)
+        self._broadcast_buffers()
+
+    @torch.no_grad()
+    def _broadcast_buffers(self) -> None:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self.buffers if self.comm.world_size > 1 else ():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            flat = torch.cat([b.reshape(-1) for b in buffers])
+            self.comm.broadcast(flat)
+            for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                buffer.copy_(part.view_as(buffer))
 
     def _fetch(self, layer: Zero3Layer, path: Path) -> None:
         expected = path.advance(Event("fetch", layer.index))
@@ -229,13 +255,19 @@ class Engine:
                 layer.fetch()
                 layer.wait()
 
+    def dissolve(self) -> None:
+        """Let go of the modules."""
+        for layer in self.layers:
+            layer.leave_module()
+
     def _recover(self) -> None:
         """Forget a backward that an exception ended."""
         self._tasks.clear()
         self._needed.clear()
         while self._reductions:
             reduction = self._reductions.popleft()
-            self.comm.wait(reduction.pending)
+            with suppress(Zero3Error):  # of a rank that is gone; the exception that ended backward says more
+                self.comm.wait(reduction.pending)
             if reduction.slot is not None:
                 self.pool.give(reduction.slot)
         for layer in self.layers:

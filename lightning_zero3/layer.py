@@ -147,12 +147,13 @@ class Zero3Layer(nn.Module):
         for chunk in self.chunks:
             for param in chunk.params:
                 _owners[param] = self
+        self._hooks: list[Any] = []
         for place, chunk in enumerate(self.trainable):
             for index, param in enumerate(chunk.params):
-                param.register_post_accumulate_grad_hook(partial(self._on_grad, place, index))
+                self._hooks.append(param.register_post_accumulate_grad_hook(partial(self._on_grad, place, index)))
         for entry in self.entries:
-            entry.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-            entry.register_forward_hook(self._after_forward, always_call=True)
+            self._hooks.append(entry.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
+            self._hooks.append(entry.register_forward_hook(self._after_forward, always_call=True))
         self._guard_owners()
         if not self.chunks or (comm.world_size == 1 and all(c.compute_dtype == c.dtype for c in self.chunks)):
             for chunk in self.chunks:
@@ -163,6 +164,14 @@ class Zero3Layer(nn.Module):
         """Become the next layer of `engine`, before the first use."""
         self.engine = engine
         self.index = engine.add(self)
+
+    def leave_module(self) -> None:
+        """Take the hooks off the module, which is then on its own; its parameters stay as they are."""
+        for hook in self._hooks:
+            hook.remove()
+        for chunk in self.chunks:
+            for param in chunk.params:
+                _owners.pop(param, None)
 
     def _place(self) -> None:
         """Lay the chunks' flat spaces out in one slot, and those of their gradients in another."""
@@ -272,10 +281,10 @@ class Zero3Layer(nn.Module):
         for owner in {m: None for top in (self.module, *self.entries) for m in top.modules()}:
             if not any(id(p) in mine for p in owner._parameters.values() if p is not None):
                 continue
-            owner.register_state_dict_pre_hook(needs_parameters("state_dict()"))
-            owner.register_load_state_dict_pre_hook(needs_parameters("load_state_dict()"))
+            self._hooks.append(owner.register_state_dict_pre_hook(needs_parameters("state_dict()")))
+            self._hooks.append(owner.register_load_state_dict_pre_hook(needs_parameters("load_state_dict()")))
             if owner not in entries:
-                owner.register_forward_pre_hook(before_forward, prepend=True)
+                self._hooks.append(owner.register_forward_pre_hook(before_forward, prepend=True))
 
     # -- fetch and release --------------------------------------------------------------------------------------------
 

@@ -54,6 +54,10 @@ class Path:
                 layers.append(event.layer)
         return layers
 
+    def latest(self) -> list[Event]:
+        """The pass that ended last."""
+        return self._known[0] if self._known else []
+
     def repeats(self) -> bool:
         """Whether the guess is that the layer just fetched is fetched again at once."""
         at = len(self._current)

@@ -1,0 +1,85 @@
+"""`zero3`: a look at checkpoints and at what is installed, from the shell."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero3.errors import Zero3Error
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="zero3", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    inspect = commands.add_parser("inspect", help="print what a checkpoint contains, without loading the weights")
+    inspect.add_argument("path", help="a .ckpt file of Lightning, or a state dict saved by torch.save")
+    inspect.add_argument("--optimizer", action="store_true", help="list optimizer state, too")
+    commands.add_parser("env", help="print versions and devices")
+    args = parser.parse_args(argv)
+    try:
+        if args.command == "inspect":
+            print(inspect_checkpoint(args.path, args.optimizer))
+        else:
+            print(environment())
+    except Zero3Error as error:
+        print(f"zero3: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def inspect_checkpoint(path: str, optimizer: bool = False) -> str:
+    """Names, shapes, dtypes and bytes of the tensors in a full checkpoint. The file is mapped, not read.
+
+    Raises:
+        Zero3Error: no such file, not a file of torch.save, or pickled classes in it.
+    """
+    if not os.path.isfile(path):
+        raise Zero3Error(f"{path}: no such file")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise Zero3Error(f"{path} cannot be read safely as a file of torch.save: {str(error).splitlines()[0]}") from error
+    if not isinstance(content, dict):
+        raise Zero3Error(f"{path} holds a {type(content).__name__}, not a checkpoint or state dict")
+    state = content.get("state_dict", content)
+    lines = [f"{key}: {content[key]}" for key in ("epoch", "global_step", "pytorch-lightning_version") if key in content]
+    lines += _table({k: v for k, v in state.items() if isinstance(v, Tensor)}, "weights")
+    for i, saved in enumerate(content.get("optimizer_states", [])):
+        tensors = {f"{n}.{k}": v for n, s in saved["state"].items() for k, v in s.items() if isinstance(v, Tensor)}
+        table = _table(tensors, f"optimizer {i}")
+        lines += table if optimizer else table[:1]
+    return "\n".join(lines)
+
+
+def _table(tensors: dict[str, Tensor], what: str) -> list[str]:
+    nbytes = sum(t.nbytes for t in tensors.values())
+    width = max((len(n) for n in tensors), default=0)
+    head = f"{what}: {len(tensors)} tensors, {sum(t.numel() for t in tensors.values()):,} elements, {nbytes:,} bytes"
+    return [head] + [f"  {n:<{width}}  {str(t.dtype)[6:]:<9} {list(t.shape)}" for n, t in tensors.items()]
+
+
+def environment() -> str:
+    """Versions and devices, for bug reports."""
+    rows: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("lightning", "pytorch_lightning", "neox_lit"):
+        try:
+            rows[name] = __import__(name).__version__
+        except (ImportError, AttributeError):
+            rows[name] = "-"
+    rows["cpus"] = os.cpu_count()
+    rows["cuda"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or "-"
+    return "\n".join(f"{name:<18} {value}" for name, value in rows.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,309 @@
+"""Optimizers over segments, and their state as plain PyTorch would have it.
+
+`configure_optimizers` runs unmodified, on the real parameters. Afterwards each parameter group's parameters are replaced
+by segments: views of the chunks, one for each unbroken run of the group's parameters in a layer. Whatever an optimizer
+does element by element it then does to this rank's part of the model, and no more.
+
+In a checkpoint the state is per parameter again, in full shape, under the numbers that plain PyTorch gives parameters,
+so that it can be resumed under any strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero3.chunk import Chunk, Segment
+from lightning_zero3.engine import Engine
+from lightning_zero3.errors import Zero3Error
+from lightning_zero3.layer import Zero3Layer, layer_of
+
+__all__ = ["ShardedOptimizers"]
+
+_NOT_ELEMENTWISE = {
+    "Adafactor": "it factors each matrix's second moment into rows and columns",
+    "DistributedShampoo": "it preconditions whole matrices",
+    "FusedLAMB": "it scales updates by each parameter's norm",
+    "LAMB": "it scales updates by each parameter's norm",
+    "LARS": "it scales updates by each parameter's norm",
+    "LBFGS": "its line search takes inner products over all parameters",
+    "Lamb": "it scales updates by each parameter's norm",
+    "Lars": "it scales updates by each parameter's norm",
+    "Muon": "it orthogonalises whole matrices",
+    "SOAP": "it preconditions whole matrices",
+    "Shampoo": "it preconditions whole matrices",
+    "SparseAdam": "it wants sparse gradients, and chunks are dense",
+}
+
+_SCALARS = {"step", "mu_product", "eta", "mu"}  # per-parameter state that is one number, in torch.optim
+
+_Run = tuple[int, ...]
+
+
+@dataclass
+class _Group:
+    """One parameter group: the parameters it was given, and the runs of them that its segments cover."""
+
+    params: list[nn.Parameter]
+    runs: list[tuple[Chunk, _Run]] = field(default_factory=list)
+    outside: list[nn.Parameter] = field(default_factory=list)  # not the module's; left as they are
+
+
+class ShardedOptimizers:
+    """All optimizers of one sharded module.
+
+    Args:
+        optimizers: built from the module's parameters. Their groups are changed in place.
+        engine: which shards the module.
+
+    Raises:
+        Zero3Error: an optimizer that does not work element by element, or a parameter in two optimizers.
+    """
+
+    def __init__(self, optimizers: list[Optimizer], engine: Engine) -> None:
+        self.engine = engine
+        self._groups: dict[Optimizer, list[_Group]] = {}
+        states: dict[Optimizer, dict[int, dict[str, Any]]] = {}
+        seen: set[int] = set()
+        for optimizer in optimizers:
+            name = type(optimizer).__name__
+            if name in _NOT_ELEMENTWISE:
+                raise Zero3Error(
+                    f"{name} cannot run on shards: {_NOT_ELEMENTWISE[name]}, and each rank has only a part of them. Use an "
+                    "optimizer that works element by element (SGD, Adam, AdamW, RMSprop, Adagrad, ...)."
+                )
+            groups = []
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if id(param) in seen:
+                        raise Zero3Error(f"a parameter of shape {list(param.shape)} is in two optimizers; give it to one")
+                    seen.add(id(param))
+                groups.append(self._group(group["params"]))
+            self._groups[optimizer] = groups
+            states[optimizer] = self._take_states(optimizer, groups)
+        self._cut()
+        for optimizer, state in states.items():  # of optimizers that make state in their constructor (Adagrad)
+            if state:
+                self._put_states(optimizer, state)
+            layers = self._layers(optimizer)
+            optimizer.register_step_post_hook(lambda *_, layers=layers: engine.weights_changed(layers))
+
+    # -- segments -----------------------------------------------------------------------------------------------------
+
+    def _group(self, params: Iterable[nn.Parameter]) -> _Group:
+        group = _Group(list(params))
+        members: dict[Chunk, set[int]] = {}
+        for param in group.params:
+            layer = layer_of(param)
+            if layer is None:
+                group.outside.append(param)
+                continue
+            chunk = next(c for c in layer.chunks if any(p is param for p in c.params))
+            if chunk.trainable:
+                members.setdefault(chunk, set()).add(next(i for i, p in enumerate(chunk.params) if p is param))
+        group.runs = [(chunk, tuple(run)) for chunk, indices in members.items() for run in chunk.layout.runs(indices)]
+        return group
+
+    def _cut(self) -> None:
+        """Cut all chunks as the groups' runs say, and let the optimizers see the segments."""
+        by_chunk: dict[Chunk, list[_Run]] = {c: [] for layer in self.engine.layers for c in layer.trainable}
+        for group in (g for groups in self._groups.values() for g in groups):
+            for chunk, run in group.runs:
+                by_chunk[chunk].append(run)
+        segments: dict[tuple[Chunk, _Run], Segment] = {}
+        for chunk, runs in by_chunk.items():
+            for run, segment in zip(runs, chunk.cut(runs), strict=True):
+                if segment is not None:
+                    segments[chunk, run] = segment
+        self._segments = segments
+        for optimizer, groups in self._groups.items():
+            kept = dict(optimizer.state)
+            for param_group, group in zip(optimizer.param_groups, groups, strict=True):
+                found = [segments[key].param for key in group.runs if key in segments]
+                param_group["params"] = found + group.outside
+            optimizer.state.clear()
+            for param in (p for g in optimizer.param_groups for p in g["params"]):
+                if param in kept:
+                    optimizer.state[param] = kept[param]
+
+    def _layers(self, optimizer: Optimizer) -> list[Zero3Layer]:
+        layers = {layer_of(p) for g in self._groups[optimizer] for p in g.params}
+        return sorted((layer for layer in layers if layer is not None), key=lambda layer: layer.index)
+
+    def segments(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """This rank's segments of one optimizer."""
+        return [p for group in optimizer.param_groups for p in group["params"]]
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def _ids(self, optimizer: Optimizer) -> dict[int, int]:
+        """id() of each parameter -> the number it has in a state dict."""
+        return {id(p): i for i, p in enumerate(p for g in self._groups[optimizer] for p in g.params)}
+
+    def _take_states(self, optimizer: Optimizer, groups: list[_Group]) -> dict[int, dict[str, Any]]:
+        numbers = {id(p): i for i, p in enumerate(p for g in groups for p in g.params)}
+        states = {numbers[id(p)]: optimizer.state.pop(p) for p in list(optimizer.state) if id(p) in numbers}
+        return {number: state for number, state in states.items() if state}
+
+    @torch.no_grad()
+    def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state dict in full, as plain PyTorch would write it. Called on every rank.
+
+        Returns:
+            On the first rank everything, tensors on the CPU. On the others the groups only.
+        """
+        ids, comm = self._ids(optimizer), self.engine.comm
+        param_groups, first = [], 0
+        for param_group, group in zip(optimizer.param_groups, self._groups[optimizer], strict=True):
+            numbers = list(range(first, first + len(group.params)))
+            first += len(numbers)
+            param_groups.append({**{k: v for k, v in param_group.items() if k != "params"}, "params": numbers})
+
+        # What each rank's segments hold, by parameter: dtypes of what has an element per parameter element, and the rest.
+        held: dict[int, dict[str, Any]] = {}
+        for group in self._groups[optimizer]:
+            for chunk, run in group.runs:
+                segment = self._segments.get((chunk, run))
+                state = optimizer.state.get(segment.param, {}) if segment else {}
+                for index in run if state else ():
+                    held[ids[id(chunk.params[index])]] = {
+                        key: value.dtype if _per_element(value, segment.param) else _on_cpu(value)  # type: ignore[union-attr]
+                        for key, value in state.items()
+                    }
+        merged: dict[int, dict[str, Any]] = {}
+        for part in comm.all_objects(held):
+            for number, state in part.items():
+                merged.setdefault(number, state)
+
+        states: dict[int, dict[str, Any]] = {n: dict(s) for n, s in sorted(merged.items())}
+        for chunk in dict.fromkeys(chunk for g in self._groups[optimizer] for chunk, _ in g.runs):
+            runs = [run for g in self._groups[optimizer] for c, run in g.runs if c is chunk]
+            owned = {ids[id(chunk.params[i])]: i for run in runs for i in run}
+            keys = {k: v for n in owned for k, v in merged.get(n, {}).items() if isinstance(v, torch.dtype)}
+            for key, dtype in keys.items():
+                flat = torch.zeros(chunk.total, dtype=dtype, device=chunk.data.device)
+                for run in runs:
+                    segment = self._segments.get((chunk, run))
+                    if segment is not None and key in optimizer.state.get(segment.param, {}):
+                        comm.own(flat)[segment.lo : segment.hi] = optimizer.state[segment.param][key]
+                comm.wait(comm.gather(f"optimizer state {key!r} of layer {chunk.layer!r}", [flat]))
+                if comm.rank == 0:
+                    for number, index in owned.items():
+                        if key in states.get(number, {}):
+                            states[number][key] = chunk.layout.spans[index].view(flat).clone().cpu()
+        for param in (p for g in self._groups[optimizer] for p in g.outside):
+            if param in optimizer.state:
+                states[ids[id(param)]] = dict(optimizer.state[param])
+        return {"state": states if comm.rank == 0 else {}, "param_groups": param_groups}
+
+    def load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Load a full state dict, whoever wrote it. Every rank takes its own part.
+
+        Raises:
+            Zero3Error: other groups than this optimizer has.
+        """
+        groups = self._groups[optimizer]
+        sizes = [len(g.params) for g in groups]
+        given = [len(g["params"]) for g in state_dict["param_groups"]]
+        if sizes != given:
+            raise Zero3Error(
+                f"the checkpoint's {type(optimizer).__name__} has parameter groups of {given} parameters, this one of "
+                f"{sizes}: configure_optimizers or the model has changed"
+            )
+        numbers = [n for g in state_dict["param_groups"] for n in g["params"]]
+        states = {i: state_dict["state"][n] for i, n in enumerate(numbers) if n in state_dict["state"]}
+        self._put_states(optimizer, states, state_dict["param_groups"])
+
+    @torch.no_grad()
+    def _put_states(
+        self, optimizer: Optimizer, states: dict[int, dict[str, Any]], param_groups: list[dict[str, Any]] | None = None
+    ) -> None:
+        ids = self._ids(optimizer)
+
+        def signature(chunk: Chunk, index: int) -> Any:
+            """Parameters share a segment only if their state differs in nothing but elements."""
+            param = chunk.params[index]
+            state = states.get(ids[id(param)])
+            if state is None:
+                return None
+            return [(k, None if _fits(k, v, param) else _plain(v)) for k, v in sorted(state.items())]
+
+        for group in self._groups[optimizer]:
+            runs: list[tuple[Chunk, _Run]] = []
+            members: dict[Chunk, list[int]] = {}
+            for chunk, run in group.runs:
+                members.setdefault(chunk, []).extend(run)
+            for chunk, indices in members.items():
+                for run in chunk.layout.runs(indices):
+                    part = [run[0]]
+                    for index in run[1:]:
+                        if signature(chunk, index) != signature(chunk, part[-1]):
+                            runs.append((chunk, tuple(part)))
+                            part = []
+                        part.append(index)
+                    runs.append((chunk, tuple(part)))
+            group.runs = runs
+        self._cut()
+
+        converted: dict[str, Any] = {"state": {}, "param_groups": []}
+        number = 0
+        for i, group in enumerate(self._groups[optimizer]):
+            numbers = []
+            for key in group.runs:
+                segment = self._segments.get(key)
+                if segment is None:
+                    continue
+                state = self._part_of(segment, key[0], states, ids)
+                if state:
+                    converted["state"][number] = state
+                numbers.append(number)
+                number += 1
+            for param in group.outside:
+                if ids[id(param)] in states:
+                    converted["state"][number] = states[ids[id(param)]]
+                numbers.append(number)
+                number += 1
+            options = param_groups[i] if param_groups else optimizer.param_groups[i]
+            converted["param_groups"].append({**{k: v for k, v in options.items() if k != "params"}, "params": numbers})
+        optimizer.load_state_dict(converted)
+
+    def _part_of(
+        self, segment: Segment, chunk: Chunk, states: dict[int, dict[str, Any]], ids: dict[int, int]
+    ) -> dict[str, Any]:
+        """The state of one segment, cut from its parameters' full states."""
+        part: dict[str, Any] = {}
+        lo, hi = chunk.start + segment.lo, chunk.start + segment.hi
+        for index in segment.indices:
+            param, span = chunk.params[index], chunk.layout.spans[index]
+            where = span.overlap(lo, hi)
+            for key, value in states.get(ids[id(param)], {}).items():
+                if not _fits(key, value, param):
+                    part.setdefault(key, value)
+                    continue
+                if key not in part:
+                    part[key] = torch.zeros(segment.hi - segment.lo, dtype=value.dtype, device=chunk.data.device)
+                at = span.start + where.start - lo
+                source = span.flatten(value)[where]
+                part[key][at : at + source.numel()].copy_(source)
+        return part
+
+
+def _per_element(value: Any, segment: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == segment.shape
+
+
+def _fits(key: str, value: Any, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == param.shape and key not in _SCALARS
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value

@@ -1,0 +1,26 @@
+"""`Zero3Strategy` for those who `import pytorch_lightning`: the same strategy over the other package's classes."""
+
+from __future__ import annotations
+
+from pytorch_lightning.plugins.precision import Precision
+from pytorch_lightning.strategies import StrategyRegistry
+from pytorch_lightning.strategies.parallel import ParallelStrategy
+
+from lightning_zero3.precision import Zero3PrecisionMixin
+from lightning_zero3.strategy import Zero3StrategyMixin, register_strategies
+
+__all__ = ["Zero3Precision", "Zero3Strategy"]
+
+
+class Zero3Precision(Zero3PrecisionMixin, Precision):
+    """`Zero3PrecisionMixin` for `pytorch_lightning`."""
+
+
+class Zero3Strategy(Zero3StrategyMixin, ParallelStrategy):
+    __doc__ = Zero3StrategyMixin.__doc__
+    _pl = "pytorch_lightning"
+    _fabric = "lightning_fabric"
+    _precision_class = Zero3Precision
+
+
+register_strategies(Zero3Strategy, StrategyRegistry)

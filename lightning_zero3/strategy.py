@@ -1,0 +1,372 @@
+"""`Zero3Strategy`: the engine as Lightning's hooks call it. Glue only, in the order in which the Trainer calls it.
+
+The logic is written once, in `Zero3StrategyMixin`, and bound to both homes of Lightning: `lightning.pytorch` here, and
+`pytorch_lightning` (other classes, another registry) in `lightning_zero3.pytorch_lightning`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero3.chunk import PrecisionPolicy
+from lightning_zero3.comm import Communicator
+from lightning_zero3.engine import Engine
+from lightning_zero3.errors import Zero3Error
+from lightning_zero3.evenly import EvenBatches
+from lightning_zero3.optim import ShardedOptimizers
+from lightning_zero3.precision import PRECISIONS, Zero3PrecisionMixin
+from lightning_zero3.report import Report
+from lightning_zero3.shard import engine_of, full_state_dict, load_full_state_dict, shard_module, unshard_module
+from lightning_zero3.wrap import AutoWrapPolicy
+
+__all__ = ["Zero3Strategy", "Zero3StrategyMixin", "register_strategies"]
+
+_START_METHODS = {"zero3": "popen", "zero3_spawn": "spawn", "zero3_fork": "fork", "zero3_notebook": "fork"}
+
+
+class Zero3Precision(Zero3PrecisionMixin, Precision):
+    """`Zero3PrecisionMixin` for `lightning.pytorch`."""
+
+
+class Zero3StrategyMixin:
+    """ZeRO stage 3: parameters, gradients and optimizer state sharded over all ranks.
+
+    Mathematically DDP; in memory 1/N of the model per rank, plus the slots that layers take turns in.
+
+    Args:
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as Lightning's strategies
+            have them; usually set by the Trainer.
+        auto_wrap_policy: which modules are fetched and released together: "auto", a set of module classes, a function
+            `module -> bool`, or None for the whole model at once. See `lightning_zero3.wrap.plan_layers`.
+        prefetch: how many layers ahead to fetch while one computes. Each costs one slot.
+        state_dict_type: "full": checkpoints are those of DDP, one file, written by the first rank.
+        broadcast_buffers: overwrite buffers with the first rank's before each forward pass, as DDP does.
+        process_group_backend: default "gloo" on the CPU and "nccl" on CUDA.
+        timeout: how long a collective may take before it is an error.
+        start_method: "popen" (scripts), "spawn", or "fork" (notebooks; registered as "zero3_notebook").
+
+    Raises:
+        Zero3Error: an option that is not supported, when the Trainer is built; a model or optimizer that cannot be
+            sharded, when a run is set up. Each names the thing and the remedy.
+
+    Example::
+
+        Trainer(strategy=Zero3Strategy(), accelerator="cpu", devices=2).fit(model, data)
+    """
+
+    _pl = "lightning.pytorch"
+    _fabric = "lightning.fabric"
+    _precision_class: type = Zero3Precision
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        auto_wrap_policy: AutoWrapPolicy = "auto",
+        prefetch: int = 1,
+        state_dict_type: str = "full",
+        broadcast_buffers: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: str = "popen",
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        if state_dict_type != "full":
+            raise Zero3Error(f"state_dict_type={state_dict_type!r} is not supported; choose 'full'")
+        if start_method not in ("popen", "spawn", "fork", "forkserver"):
+            raise Zero3Error(f"start_method={start_method!r}: choose 'popen', 'spawn', 'fork' or 'forkserver'")
+        if isinstance(auto_wrap_policy, str) and auto_wrap_policy != "auto":
+            raise Zero3Error(f"auto_wrap_policy={auto_wrap_policy!r}: give 'auto', a set of classes, a function or None")
+        if prefetch < 0:
+            raise Zero3Error(f"prefetch={prefetch}: give the number of layers to fetch ahead, 0 or more")
+        self.auto_wrap_policy = auto_wrap_policy
+        self.prefetch = prefetch
+        self.broadcast_buffers = broadcast_buffers
+        self.num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._start_method = start_method
+        self._engine: Engine | None = None
+        self._sharded_optimizers: ShardedOptimizers | None = None
+        self._failed = False
+
+    # -- processes and devices ----------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning asks strategies it does not know: samplers are distributed and `sync_dist` means all ranks."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    def process_group_backend(self) -> str | None:
+        return self._process_group_backend
+
+    def _configure_launcher(self) -> None:
+        launchers = import_module(f"{self._pl}.strategies.launchers")
+        if self._start_method == "popen":
+            self._launcher = launchers._SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+        else:
+            self._launcher = launchers._MultiProcessingLauncher(self, start_method=self._start_method)
+
+    def set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        for home in (f"{self._pl}.utilities.rank_zero", "lightning_utilities.core.rank_zero"):
+            import_module(home).rank_zero_only.rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        super().setup_environment()  # type: ignore[misc]
+        distributed = import_module(f"{self._fabric}.utilities.distributed")
+        import_module(f"{self._fabric}.utilities.seed").reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = (
+            self._process_group_backend
+            or distributed._get_default_process_group_backend_for_device(self.root_device)
+        )
+        device_id = self.root_device if self.root_device.type != "cpu" else None
+        distributed._init_dist_connection(
+            self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device_id
+        )
+        expected = self.num_nodes * self.num_processes
+        world_size = torch.distributed.get_world_size()
+        if world_size != expected:
+            raise Zero3Error(
+                f"Trainer(devices={self.num_processes}, num_nodes={self.num_nodes}) makes {expected} processes, but the "
+                f"process group has {world_size}. Set devices and num_nodes to what torchrun or SLURM started."
+            )
+
+    # -- precision ----------------------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Any:
+        if self._precision_plugin is None:
+            self._precision_plugin = self._precision_class("32-true")
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        # The Trainer hands custom strategies the plain plugins; what they ask for is ours to do.
+        if plugin is not None and not isinstance(plugin, Zero3PrecisionMixin):
+            known = type(plugin).__name__ in ("Precision", "HalfPrecision", "DoublePrecision", "MixedPrecision")
+            precision = str(plugin.precision)
+            if not known:
+                raise Zero3Error(
+                    f"precision plugin {type(plugin).__name__} is not supported by Zero3Strategy; use "
+                    f"Trainer(precision=...) with one of {', '.join(PRECISIONS)}"
+                )
+            plugin = self._precision_class(precision)
+        self._precision_plugin = plugin
+
+    # -- set-up -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Models are built on the CPU, or on no device at all; they never exist whole on an accelerator."""
+        device = torch.device("meta" if empty_init else "cpu")
+        with device, self.precision_plugin.tensor_init_context():
+            yield
+
+    def setup(self, trainer: Any) -> None:
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == "fit"
+        if engine_of(self.lightning_module) is None:
+            if fitting and self._layer_sync:
+                self.model = self._layer_sync.apply(self.model)
+            self.precision_plugin.convert_module(self.lightning_module)
+            self._engine = shard_module(
+                self.lightning_module,
+                self.auto_wrap_policy,
+                comm=Communicator(device=self.root_device, timeout=self._timeout),
+                device=self.root_device,
+                precision=self.precision_plugin.policy,
+                prefetch=self.prefetch,
+                broadcast_buffers=self.broadcast_buffers,
+            )
+        else:  # a second fit, or validate after fit: sharded it stays
+            self._engine = engine_of(self.lightning_module)
+            self._check_same_engine()
+        self.precision_plugin.engine = self._engine
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _check_same_engine(self) -> None:
+        assert self._engine is not None
+        if self._engine.policy != self.precision_plugin.policy or self._engine.device != self.root_device:
+            raise Zero3Error(
+                f"{type(self.lightning_module).__name__} was sharded by an earlier Trainer with another precision or "
+                f"device ({self._engine.policy} on {self._engine.device}). Use the same, or load its checkpoint into a "
+                "new module."
+            )
+
+    def model_to_device(self) -> None:
+        """Nothing to do: chunks are made on the device, layer by layer."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+        assert self._engine is not None
+        self._sharded_optimizers = ShardedOptimizers(self.optimizers, self._engine)
+        self.precision_plugin.optimizers = self._sharded_optimizers
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def _step(self, context: Any, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a step as one use of the root layer, in which all other layers are used."""
+        root, output = self.engine.root, None
+        assert root is not None
+        with context:
+            root.enter()
+            try:
+                output = step(*args, **kwargs)
+            finally:
+                root.leave(output)
+        return output
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step(self.precision_plugin.train_step_context(), self.lightning_module.training_step, args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step(self.precision_plugin.val_step_context(), self.lightning_module.validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step(self.precision_plugin.test_step_context(), self.lightning_module.test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step(self.precision_plugin.predict_step_context(), self.lightning_module.predict_step, args, kwargs)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Ranks may run out of batches at different times only where nobody waits for them."""
+        return EvenBatches.around(dataloader, self)
+
+    # -- collectives of the user and of Lightning ---------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        if torch.distributed.is_initialized():
+            ids = [self.root_device.index] if torch.distributed.get_backend() == "nccl" else None
+            torch.distributed.barrier(device_ids=ids)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not torch.distributed.is_initialized():
+            return obj
+        objects = [obj]
+        torch.distributed.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        sync = import_module(f"{self._fabric}.utilities.distributed")._sync_ddp_if_available
+        return sync(tensor, group, reduce_op=reduce_op)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The plain module's state dict, on the first rank; empty on the others."""
+        return full_state_dict(self.lightning_module)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        state, module = checkpoint["state_dict"], self.lightning_module
+        if engine_of(module) is not None:
+            load_full_state_dict(module, state, strict=strict)
+        else:  # before sharding; a model on the meta device takes the checkpoint's tensors as its own
+            module.load_state_dict(state, strict=strict, assign=any(p.is_meta for p in module.parameters()))
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self._sharded_optimizers is not None
+        return self._sharded_optimizers.state_dict(getattr(optimizer, "_optimizer", optimizer))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self._sharded_optimizers is not None
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise Zero3Error(
+                f"the checkpoint has {len(states)} optimizers, configure_optimizers returned {len(self.optimizers)}"
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            self._sharded_optimizers.load_state_dict(optimizer, state)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+
+    def teardown(self) -> None:
+        """The module stays sharded and usable where its processes live on. Processes that end hand back full weights."""
+        if self._start_method != "popen" and self._engine is not None and not self._failed:
+            unshard_module(self.lightning_module)
+            self._engine = None
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the module that is set up."""
+        if self._engine is None:
+            raise Zero3Error("the model is not sharded yet; the engine exists from the strategy's setup on")
+        return self._engine
+
+    # -- for people ---------------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """Bytes per rank of model states and slots, beside what DDP would take. After set-up; exact after a step."""
+        return Report.of(self.engine, self.optimizers)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        register_strategies(cls, strategy_registry)
+
+
+def register_strategies(cls: type, registry: Any) -> None:
+    """Make `strategy="zero3"` and its siblings known to one of Lightning's registries."""
+    for name, start_method in _START_METHODS.items():
+        if name not in registry:
+            registry.register(
+                name, cls, description=f"ZeRO stage 3, processes by {start_method}", start_method=start_method
+            )
+
+
+class Zero3Strategy(Zero3StrategyMixin, ParallelStrategy):
+    __doc__ = Zero3StrategyMixin.__doc__
+
+
+register_strategies(Zero3Strategy, StrategyRegistry)
