@@ -60,10 +60,6 @@ class Span:
         order = sorted(range(len(self.shape)), key=lambda i: self.stride[i], reverse=True)
         return tensor.permute(order).reshape(-1)
 
-    def unflatten(self, flat: Tensor) -> Tensor:
-        """Inverse of `flatten`: `flat` is `[numel]`, of this parameter alone."""
-        return flat.as_strided(self.shape, self.stride, flat.storage_offset())
-
     def overlap(self, lo: int, hi: int) -> slice:
         """The part of this parameter, flattened, that lies in flat range [lo, hi). Empty if none does."""
         start = min(max(lo - self.start, 0), self.numel)
