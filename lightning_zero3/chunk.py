@@ -185,6 +185,8 @@ class Chunk:
     def add_grad(self, part: Tensor) -> None:
         """Add this rank's part of a reduced gradient, `[size]`, to the segments' gradients."""
         for segment in self.segments:
+            if not segment.param.requires_grad:  # another optimizer's, switched off by `toggle_optimizer`
+                continue
             piece = part[segment.lo : segment.hi]
             if segment.param.grad is None:
                 memory = self.grad[segment.lo : segment.hi]

@@ -445,6 +445,12 @@ class _Gradients:
 
     def put(self, place: int, index: int, grad: Tensor) -> None:
         """Take in one parameter's gradient, divided by the world size."""
+        if self._is_flat(grad):
+            self._layer.engine.touch()
+            flat = grad.mul_(self._scale).as_strided((grad.numel(),), (1,))
+            self._into = ([flat], [[grad]])
+            self.missing.clear()
+            return
         if self._into is None:
             self._take_memory()
             assert self._into is not None
@@ -458,6 +464,21 @@ class _Gradients:
             if self._scale != 1.0:
                 target.mul_(self._scale)
         self.missing.discard((place, index))
+
+    def _is_flat(self, grad: Tensor) -> bool:
+        """Whether a gradient needs no copy: it is all of the layer's, without padding, and laid out as it travels.
+
+        So it is for the largest parameters there are, embeddings and readouts.
+        """
+        if len(self._all) != 1 or self._scale == 1.0:
+            return False
+        chunk = self._layer.trainable[0]
+        return (
+            chunk.total == grad.numel()
+            and grad.dtype == chunk.reduce_dtype
+            and grad.layout is torch.strided
+            and grad.stride() == chunk.layout.spans[0].stride
+        )
 
     def hand_over(self) -> tuple[Slot | None, list[Tensor]]:
         """The flat gradients, one `[total]` per trainable chunk, complete: what is missing and all padding are zero."""
