@@ -10,6 +10,8 @@ prompt; a model whose outputs they do not see (views, in-place operations, exoti
 Tensors that are no weights go to the enclosing hook pair, if there is one, as they would without us: activation
 checkpointing and `save_on_cpu` depend on it. Without one they are kept as they are, with their version, so that
 modifying them in place before backward is still the error that it is in plain PyTorch.
+
+Double backward (`create_graph=True`) costs memory: the graph of the first backward holds copies of the weights in it.
 """
 
 from __future__ import annotations
@@ -112,4 +114,6 @@ def _unpack(saved: SavedWeight | _Kept | _Passed) -> Tensor:
     slot = layer.needed_in_backward()
     with torch.no_grad():
         view = torch.empty(0, dtype=saved.dtype, device=slot.bytes.device)
-        return view.set_(slot.bytes.untyped_storage(), saved.offset, saved.size, saved.stride)
+        view.set_(slot.bytes.untyped_storage(), saved.offset, saved.size, saved.stride)
+    # With create_graph, backward itself saves what it uses, past our hooks: that graph gets a copy of its own.
+    return view.clone() if torch.is_grad_enabled() else view

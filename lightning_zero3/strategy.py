@@ -228,12 +228,14 @@ class Zero3StrategyMixin:
         self.setup_precision_plugin()
 
     def _check_same_engine(self) -> None:
-        assert self._engine is not None
-        if self._engine.policy != self.precision_plugin.policy or self._engine.device != self.root_device:
+        engine, precision = self.engine, self.precision_plugin
+        stored = {c.dtype for layer in engine.layers for c in layer.chunks if c.dtype.is_floating_point}
+        wrong = engine.policy != precision.policy or not (precision.mixed or stored <= {precision.dtype})
+        if wrong or engine.device != self.root_device:
             raise Zero3Error(
-                f"{type(self.lightning_module).__name__} was sharded by an earlier Trainer with another precision or "
-                f"device ({self._engine.policy} on {self._engine.device}). Use the same, or load its checkpoint into a "
-                "new module."
+                f"{type(self.lightning_module).__name__} was sharded by an earlier Trainer in another precision or on "
+                f"another device ({', '.join(map(str, stored))} on {engine.device}). Use the same, or load its checkpoint "
+                "into a new module."
             )
 
     def model_to_device(self) -> None:

@@ -305,28 +305,31 @@ def policy(module):
 def make(name, freeze=None):
     torch.manual_seed(0)
     model = BY_NAME[name]()
+    if name != "Dtypes":
+        model = model.double()  # so that nothing but the arithmetic can be the reason for a difference
     for param_name, param in model.named_parameters():
         if param.is_floating_point() and freeze is not None:
             param.requires_grad_(freeze not in param_name)
     return model
 
 
-def batch(rank, step):
+def batch(rank, step, name=""):
     g = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, 5, generator=g), torch.randn(4, 2, generator=g)
+    dtype = torch.float32 if name == "Dtypes" else torch.float64
+    return torch.randn(4, 5, generator=g, dtype=dtype), torch.randn(4, 2, generator=g, dtype=dtype)
 
 
 def one_process(name, steps=4, freeze=None, loss=None):
     """Losses of this rank, mean gradients and weights, as data parallelism defines them."""
     models = [make(name, freeze) for _ in range(dist.get_world_size())]
-    optimizer = torch.optim.SGD([p for p in models[0].parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD([p for p in models[0].parameters() if p.requires_grad], lr=0.01, momentum=0.9)
     losses, grads = [], {}
     for step in range(steps):
         totals = {}
         for rank, model in enumerate(models):
             model.load_state_dict(models[0].state_dict())
             model.zero_grad()
-            x, y = batch(rank, step)
+            x, y = batch(rank, step, name)
             value = loss(model, x, y) if loss else F.mse_loss(model(x), y)
             value.backward()
             if rank == dist.get_rank():
@@ -344,11 +347,11 @@ def one_process(name, steps=4, freeze=None, loss=None):
 def sharded(name, steps=4, freeze=None, loss=None, prefetch=1):
     model = make(name, freeze)
     engine = shard_module(model, policy, prefetch=prefetch)
-    optimizer = torch.optim.SGD(trainable_chunks(model), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(trainable_chunks(model), lr=0.01, momentum=0.9)
     losses, slots = [], []
     for step in range(steps):
         optimizer.zero_grad()
-        x, y = batch(dist.get_rank(), step)
+        x, y = batch(dist.get_rank(), step, name)
         value = loss(model, x, y) if loss else F.mse_loss(model(x), y)
         value.backward()
         losses.append(value.item())
@@ -362,19 +365,19 @@ def sharded(name, steps=4, freeze=None, loss=None, prefetch=1):
     return losses, grads, full_state_dict(model, rank0_only=False)
 
 
-def compare(ours, theirs, rtol=1e-5):
-    assert_same(ours[0], theirs[0], rtol=rtol, what="losses")
+def compare(ours, theirs, rtol=1e-9, atol=1e-12):
+    assert_same(ours[0], theirs[0], rtol=rtol, atol=atol, what="losses")
     for name, grad in ours[1].items():  # what nothing used has no gradient there, zero here
-        assert_same(grad, theirs[1].get(name, torch.zeros_like(grad)), rtol=rtol, atol=2e-6, what=name)
+        assert_same(grad, theirs[1].get(name, torch.zeros_like(grad)), rtol=rtol, atol=atol, what=name)
     assert theirs[1].keys() <= ours[1].keys()
-    assert_same(ours[2], theirs[2], rtol=rtol, what="weights")
+    assert_same(ours[2], theirs[2], rtol=rtol, atol=atol, what="weights")
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 @distributed(world=[1, 2, 3])
 def test_graph_trains_like_one_process(name):
-    tolerance = 2e-2 if name == "Dtypes" else 1e-5  # bfloat16 gradients are summed in another order
-    compare(sharded(name), one_process(name), rtol=tolerance)
+    tolerance = {"rtol": 0.1, "atol": 5e-3} if name == "Dtypes" else {}  # sums in bfloat16, in another order
+    compare(sharded(name), one_process(name), **tolerance)
 
 
 @pytest.mark.parametrize("freeze", ["blocks.0", "blocks.1", "blocks.2", "norm", "weight", "up", "first", "blocks"])
@@ -443,7 +446,7 @@ def test_only_what_trains_is_reduced_and_frozen_weights_do_not_change():
     optimizer = torch.optim.AdamW(trainable_chunks(model))
     for step in range(5):
         engine.comm.traffic.reset()
-        F.mse_loss(model(batch(dist.get_rank(), step)[0]), torch.zeros(4, 2)).backward()
+        F.mse_loss(model(batch(dist.get_rank(), step)[0]), torch.zeros(4, 2, dtype=torch.float64)).backward()
         optimizer.step()
         assert engine.comm.traffic.reduce_elements == biases // 2
     after = [c.data for layer in engine.layers for c in layer.chunks if not c.trainable]
@@ -649,7 +652,7 @@ def train_divergent(name):
     shard_module(model, policy)
     optimizer = torch.optim.SGD(trainable_chunks(model), lr=0.1)
     for step in range(4):
-        F.mse_loss(model(batch(0, step)[0]), torch.zeros(4, 2)).backward()
+        F.mse_loss(model(batch(0, step)[0]), torch.zeros(4, 2, dtype=torch.float64)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
