@@ -1,15 +1,17 @@
 """ZeRO stage 3 for PyTorch Lightning. One file for each idea:
 
-`layout` where each parameter lies in a flat space; `chunk` this rank's slices, and segments of them for optimizers; `slots`
-the buffers that layers take turns in; `layer` the life of a layer; `engine` which layer when; `order` recording and
-prefetch; `saved` weights in autograd's graph; `comm` collectives; `wrap` what becomes a layer; `shard` from a model to a
-sharded one and back; `optim`, `clip`, `precision`, `strategy`, `report`, `callbacks` the rest of a training run.
+- `layout`: where each parameter lies in a flat space. `chunk`: this rank's slices, and segments for optimizers.
+- `slots`: the buffers that layers take turns in. `comm`: collectives, and the watch over ranks that part ways.
+- `state`, `layer`: the life of a layer. `engine`: which layer when. `order`: what is recorded to prefetch by.
+- `saved`: weights in autograd's graph. `access`: parameters that are read outside of their layer.
+- `wrap`: what becomes a layer. `meta`: models without memory. `shard`: from a model to a sharded one and back.
+- `optim`, `clip`, `precision`, `strategy`, `evenly`, `report`, `callbacks`: the rest of a training run.
 """
 
 from lightning_zero3.callbacks import MemoryReport
 from lightning_zero3.chunk import PrecisionPolicy
 from lightning_zero3.errors import Zero3Error
-from lightning_zero3.layer import LayerState, Zero3Layer
+from lightning_zero3.layer import Zero3Layer
 from lightning_zero3.report import Report
 from lightning_zero3.sequential import Zero3Sequential
 from lightning_zero3.shard import (
@@ -19,6 +21,7 @@ from lightning_zero3.shard import (
     shard_module,
     trainable_chunks,
 )
+from lightning_zero3.state import LayerState
 from lightning_zero3.strategy import Zero3Strategy
 
 __version__ = "0.1.0"

@@ -50,10 +50,10 @@ def _poison(dtype: torch.dtype) -> float | int:
 
 
 class Chunk:
-    """One flat space of a layer, of which this rank keeps one part: its trainable parameters, or fixed ones, of one dtype.
+    """One flat space of a layer, its trainable or its fixed parameters of one dtype, of which this rank keeps one part.
 
-    While the layer is sharded each parameter's `.data` is a *placeholder*: one NaN expanded to the full shape. It has the
-    right shape, dtype and device for whoever builds an optimizer from it, takes a few bytes, and turns a forgotten
+    While the layer is sharded each parameter's `.data` is a *placeholder*: one NaN expanded to the full shape. It has
+    the right shape, dtype and device for whoever builds an optimizer from it, takes a few bytes, and turns a forgotten
     gather into NaN instead of a plausible number. Writing to it is noticed at the next fetch.
 
     Args:

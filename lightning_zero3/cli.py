@@ -48,11 +48,15 @@ def inspect_checkpoint(path: str, optimizer: bool = False) -> str:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        raise Zero3Error(f"{path} cannot be read safely as a file of torch.save: {str(error).splitlines()[0]}") from error
+        raise Zero3Error(
+            f"{path} cannot be read safely as a file of torch.save: {str(error).splitlines()[0]}"
+        ) from error
     if not isinstance(content, dict):
         raise Zero3Error(f"{path} holds a {type(content).__name__}, not a checkpoint or state dict")
     state = content.get("state_dict", content)
-    lines = [f"{key}: {content[key]}" for key in ("epoch", "global_step", "pytorch-lightning_version") if key in content]
+    lines = [
+        f"{key}: {content[key]}" for key in ("epoch", "global_step", "pytorch-lightning_version") if key in content
+    ]
     lines += _table({k: v for k, v in state.items() if isinstance(v, Tensor)}, "weights")
     for i, saved in enumerate(content.get("optimizer_states", [])):
         tensors = {f"{n}.{k}": v for n, s in saved["state"].items() for k, v in s.items() if isinstance(v, Tensor)}

@@ -30,9 +30,7 @@ def grad_norm(segments: Iterable[Tensor], comm: Communicator, norm_type: float =
 
 
 @torch.no_grad()
-def clip_grad_norm_(
-    segments: Iterable[Tensor], comm: Communicator, max_norm: float, norm_type: float = 2.0
-) -> Tensor:
+def clip_grad_norm_(segments: Iterable[Tensor], comm: Communicator, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale gradients so that the whole model's norm is at most `max_norm`. Returns the norm before.
 
     Equal to `torch.nn.utils.clip_grad_norm_` on the unsharded gradients. A norm that is not finite is so on every rank,

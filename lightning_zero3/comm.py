@@ -75,7 +75,7 @@ class _Groups(NamedTuple):
 _groups: list[_Groups] = []  # making groups is itself a collective, so each process group gets them once
 
 
-def _groups_of(parent: dist.ProcessGroup, timeout: timedelta | None) -> _Groups:
+def _groups_of(parent: dist.ProcessGroup, timeout: timedelta) -> _Groups:
     for groups in _groups:
         if groups.parent is parent:
             return groups
@@ -99,7 +99,10 @@ class Communicator:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, device: torch.device | None = None, timeout: timedelta | None = None
+        self,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         self.device = device or torch.device("cpu")
         self.traffic = Traffic()
@@ -110,14 +113,12 @@ class Communicator:
             assert parent is not None
             self.rank, self.world_size = dist.get_rank(parent), dist.get_world_size(parent)
             if self.world_size > 1:
-                self._timeout = timeout or dist.distributed_c10d._get_default_timeout(dist.get_backend(parent))
-                self._groups = _groups_of(parent, timeout)
+                self._timeout = timeout or compat.group_timeout(parent, self.device)
+                self._groups = _groups_of(parent, self._timeout)
                 self._ranks = dist.get_process_group_ranks(parent)
                 self._composed = dist.get_backend(parent) == "gloo"
         self._streams = (
-            {name: torch.cuda.Stream(self.device) for name in ("fetch", "reduce")}
-            if self.device.type == "cuda"
-            else {}
+            {name: torch.cuda.Stream(self.device) for name in ("fetch", "reduce")} if self.device.type == "cuda" else {}
         )
 
     # -- streams ------------------------------------------------------------------------------------------------------
@@ -177,7 +178,9 @@ class Communicator:
                 for part, dst in zip(flat.chunk(self.world_size), self._ranks, strict=True):
                     works.append(dist.reduce(part, dst, group=self._groups.reduce, async_op=True))
             else:
-                works.append(compat.reduce_scatter_single(self.own(flat), flat, group=self._groups.reduce, async_op=True))
+                works.append(
+                    compat.reduce_scatter_single(self.own(flat), flat, group=self._groups.reduce, async_op=True)
+                )
         return self._pending(f"reduction of {what}", works)
 
     def _pending(self, what: str, works: list[Any]) -> Pending:
@@ -244,8 +247,8 @@ class Communicator:
             dist.monitored_barrier(group=self._groups.control, timeout=self._timeout, wait_all_ranks=True)
         except RuntimeError as error:
             raise Zero3Error(
-                f"{what} must be called on every rank, but not all of {self.world_size} came (this is rank {self.rank}): "
-                f"{str(error).splitlines()[0]} Call it outside of `if rank == 0`."
+                f"{what} must be called on every rank, but not all of {self.world_size} came "
+                f"(this is rank {self.rank}): {str(error).splitlines()[0]} Call it outside of `if rank == 0`."
             ) from error
 
     def agree(self, what: str) -> None:
@@ -265,7 +268,7 @@ class Communicator:
         self._wait(dist.all_gather(words, mine, group=self._groups.control, async_op=True), what)
         said = [bytes(w.tolist()).rstrip(b"\0").decode(errors="replace") for w in words]
         if len(set(said)) > 1:
-            raise Zero3Error(_diverged({rank: word for rank, word in enumerate(said)}))
+            raise Zero3Error(_diverged(dict(enumerate(said))))
 
     # -- the watch over ranks that part ways --------------------------------------------------------------------------
 
@@ -274,7 +277,7 @@ class Communicator:
             self._groups.steps.add(what)
 
     def _wait(self, work: Any, what: str) -> None:
-        """Wait for gloo work. If it takes long, compare the steps of all ranks, so that parted ranks raise, not hang."""
+        """Wait for gloo work. When it takes long, compare all ranks' steps: ranks that parted raise and do not hang."""
         deadline = time.monotonic() + self._timeout.total_seconds()
         while True:
             left = deadline - time.monotonic()
@@ -313,8 +316,8 @@ _WORD = 256  # bytes of an agreement
 def _diverged(steps: dict[int, str]) -> str:
     told = "; ".join(f"rank {rank}: {what}" for rank, what in sorted(steps.items()))
     return (
-        f"the ranks went different ways ({told}). Every rank must call the same layers in the same order; where the data "
-        "decide, let all ranks take both branches (multiply the unwanted one by zero)."
+        f"the ranks went different ways ({told}). Every rank must call the same layers in the same order; where "
+        "the data decide, let all ranks take both branches (multiply the unwanted one by zero)."
     )
 
 

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather_single", "current_graph_task", "enclosing_saved_tensor_hooks", "reduce_scatter_single"]
+__all__ = [
+    "all_gather_single",
+    "current_graph_task",
+    "enclosing_saved_tensor_hooks",
+    "group_timeout",
+    "queue_end_of_backward",
+    "reduce_scatter_single",
+    "saved_tensor_hooks_enabled",
+]
 
 # torch 2.13 renames the single-tensor collectives and warns about the old names.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long the group's collectives on `device` may take."""
+    return group._get_backend(device).options._timeout
 
 
 def current_graph_task() -> int:
@@ -23,6 +37,11 @@ def current_graph_task() -> int:
 def enclosing_saved_tensor_hooks() -> tuple[Callable, Callable] | None:
     """The (pack, unpack) pair that autograd would use now, if any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def saved_tensor_hooks_enabled() -> bool:
+    """Whether autograd takes saved-tensor hooks now; under torch.func transforms it does not."""
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:

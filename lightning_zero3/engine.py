@@ -22,6 +22,7 @@ from lightning_zero3.errors import Zero3Error
 from lightning_zero3.order import Event, Path
 from lightning_zero3.saved import SavedWeights
 from lightning_zero3.slots import Slot, SlotPool
+from lightning_zero3.state import LayerState
 
 if TYPE_CHECKING:
     from lightning_zero3.layer import Zero3Layer
@@ -71,6 +72,7 @@ class Engine:
         self._backward = Path()
         self._path = self._forward[True]
         self._uses = 0  # calls of layers in progress
+        self._borrowed: set[Zero3Layer] = set()  # fetched because a parameter was read, until the pass ends
         self._tasks: set[int] = set()  # graph tasks of the backward in progress
         self._needed: set[Zero3Layer] = set()  # layers whose backward has begun and not ended
         self._reductions: deque[Reduction] = deque()
@@ -98,13 +100,34 @@ class Engine:
         if compat.current_graph_task() != -1:
             return
         grad = torch.is_grad_enabled() and not failed
-        if not (grad and (layer is self.root or self._path.last_fetch() or self._path.repeats())):
+        keep = layer in self._borrowed or (
+            grad and (layer is self.root or self._path.last_fetch() or self._path.repeats())
+        )
+        if not keep:
             layer.release()
         if self._uses == 0:
+            for borrowed in self._borrowed:
+                borrowed.release()
+            self._borrowed.clear()
             if failed:
                 self._path.begin()
             elif not self._path.end():
                 self.comm.agree("end of forward")
+
+    @property
+    def computing(self) -> bool:
+        """Whether a forward or backward is going on."""
+        return self._uses > 0 or compat.current_graph_task() != -1
+
+    def read(self, layer: Zero3Layer) -> None:
+        """A parameter is read outside of its layer's forward: if a model computes, it must be there."""
+        if layer.state not in (LayerState.SHARDED, LayerState.FETCHING) or not self.computing:
+            return
+        if compat.current_graph_task() != -1:
+            self.before_backward_use(layer)
+        else:
+            self._borrowed.add(layer)
+            self._fetch(layer, self._path)
 
     def can_shadow(self) -> bool:
         """Whether `shadow_forward` knows what to do."""
@@ -125,6 +148,7 @@ class Engine:
     def _begin_forward(self) -> None:
         if self._tasks:
             self._recover()
+        self._borrowed.clear()
         for layer in self.layers:  # left over from a forward without backward; weights may have changed since
             layer.release()
         self._path = self._forward[torch.is_grad_enabled()]

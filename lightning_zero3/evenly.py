@@ -1,101 +1,117 @@
-"""Batches when ranks have different numbers of them.
+"""Steps and batches when ranks have different numbers of them.
 
-Under DDP a rank that evaluates more batches than another just does. Here every forward needs every rank. For data whose
-sampler Lightning made, all ranks have equally many. For anything else this wrapper asks, before each batch, who has one.
-In evaluation a rank that has none takes part in the others' forward without data: it repeats the fetches of the last
-forward. In training, where gradients need every rank too, all stop with the first.
+Under DDP a rank that evaluates more batches than another just does. Here every forward needs every rank. So where ranks
+may have different numbers of batches, each says before a step that it takes one, and a rank that is through stays to
+take part in the others' steps without data: it repeats the fetches of its own last one. In training, where gradients
+need every rank too, all stop when the first has no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from torch.utils.data import DistributedSampler
+from torch.utils.data import IterableDataset
 
+from lightning_zero3.comm import Communicator
+from lightning_zero3.engine import Engine
 from lightning_zero3.errors import Zero3Error
 
-if TYPE_CHECKING:
-    from lightning_zero3.strategy import Zero3StrategyMixin
-
-__all__ = ["EvenBatches"]
+__all__ = ["EvenSteps", "evaluation_batches", "even_training_batches"]
 
 _END = object()
 
 
-class EvenBatches:
-    """A data loader that keeps ranks together.
-
-    Its length is not told, so that Lightning asks for batches until there are no more on any rank.
+class EvenSteps:
+    """Evaluation steps of one run over the data, kept together on all ranks.
 
     Args:
-        loader: any iterable.
-        strategy: whose ranks.
-        training: stop with the first rank that has no batch, instead of going on without data.
+        engine: whose layers the steps use.
+        loop: Lightning's loop, which knows how many batches there are and which is the last.
     """
 
-    def __init__(self, loader: Any, strategy: Zero3StrategyMixin, training: bool) -> None:
-        self._loader = loader
-        self._strategy = strategy
-        self._training = training
+    def __init__(self, engine: Engine, loop: Any) -> None:
+        self._engine = engine
+        self._loop = loop
+        lengths = [_length(loader) for loader in loop._combined_loader.flattened]
+        mine = None if None in lengths else list(loop.max_batches)
+        said = engine.comm.all_objects(mine)
+        self._even = mine is not None and all(other == mine for other in said)
 
-    @classmethod
-    def around(cls, loader: Any, strategy: Zero3StrategyMixin) -> Any:
-        """`loader` itself if all ranks have equally many batches, else wrapped."""
-        trainer = strategy.lightning_module.trainer
-        if strategy.world_size == 1 or (trainer.training and _has_length(loader)):
-            return loader  # training on data of known but different lengths is an error under DDP, too
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        for sampler in (batch_sampler, getattr(batch_sampler, "sampler", None), getattr(loader, "sampler", None)):
-            even = isinstance(sampler, DistributedSampler) and "Unrepeated" not in type(sampler).__name__
-            if even and not getattr(sampler, "drop_last", False):
-                return loader
-        return cls(loader, strategy, trainer.training)
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Surrounds each step. After this rank's last one, returns when all ranks are through."""
+        comm = self._engine.comm
+        if not self._even:
+            comm.all_objects(True)
+        yield
+        if not self._even and self._loop._data_fetcher.done:
+            while any(comm.all_objects(False)):
+                self._engine.shadow_forward()
+
+
+class _Batches:
+    """A data loader whose length is not told, so that Lightning asks for batches until there are no more.
+
+    Everything else is the loader's own.
+    """
+
+    def __init__(self, loader: Any, iterate: Callable[[Iterable], Iterator]) -> None:
+        self.__dict__.update(_loader=loader, _iterate=iterate)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._iterate(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_loader" not in self.__dict__:
+        if name.startswith("__") or "_loader" not in self.__dict__:  # a copy in the making
             raise AttributeError(name)
         return getattr(self._loader, name)
 
-    def __iter__(self) -> Iterator[Any]:
-        engine, limit = self._strategy.engine, self._limit()
-        batches, count = iter(self._loader), 0
-        while count < limit:
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._loader, name, value)
+
+
+def even_training_batches(loader: Any, comm: Communicator) -> Any:
+    """`loader` itself if all ranks have equally many batches, else wrapped: to end with the first rank's last batch."""
+    lengths = comm.all_objects(_length(loader))
+    if comm.world_size == 1 or (lengths[0] is not None and lengths.count(lengths[0]) == len(lengths)):
+        return loader
+
+    def iterate(loader: Iterable) -> Iterator[Any]:
+        batches = iter(loader)
+        while True:
             batch = next(batches, _END)
-            mine = batch is not _END
-            said = engine.comm.all_objects((mine, mine or engine.can_shadow()))
-            if not any(has for has, _ in said) or (self._training and not all(has for has, _ in said)):
+            if not all(comm.all_objects(batch is not _END)):
                 return
-            stuck = [rank for rank, (_, able) in enumerate(said) if not able]
-            if stuck:
-                raise Zero3Error(
-                    f"ranks {stuck} have no batch at all, others have; give every rank at least one, or let Lightning "
-                    "set the sampler (Trainer(use_distributed_sampler=True))"
-                )
-            if mine:
-                yield batch
-            else:
-                engine.shadow_forward()
-            count += 1
+            yield batch
 
-    def _limit(self) -> float:
-        """Batches after which Lightning stops asking, on every rank."""
-        trainer = self._strategy.lightning_module.trainer
-        if self._training:
-            given = trainer.limit_train_batches
-        elif trainer.testing:
-            given = trainer.limit_test_batches
-        elif trainer.predicting:
-            given = trainer.limit_predict_batches
-        else:
-            given = trainer.limit_val_batches
-        limit = float(given) if isinstance(given, int) else float("inf")
-        return min(limit, trainer.num_sanity_val_steps) if trainer.sanity_checking else limit
+    return _Batches(loader, iterate)
 
 
-def _has_length(loader: Any) -> bool:
+def evaluation_batches(loader: Any, comm: Communicator) -> Any:
+    """`loader` itself if its length is known, else wrapped: to raise if it is empty on this rank."""
+    if comm.world_size == 1 or _length(loader) is not None:
+        return loader
+
+    def iterate(loader: Iterable) -> Iterator[Any]:
+        batch = _END
+        for batch in loader:
+            yield batch
+        if batch is _END:
+            raise Zero3Error(
+                f"rank {comm.rank} has no batch to evaluate, and would not know how to take part in the others' steps; "
+                "give every rank at least one"
+            )
+
+    return _Batches(loader, iterate)
+
+
+def _length(loader: Any) -> int | None:
+    """Number of batches, if it can be relied on."""
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return None
     try:
-        len(loader)
+        return len(loader)
     except (TypeError, NotImplementedError):
-        return False
-    return True
+        return None

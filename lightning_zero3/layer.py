@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
-from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -13,15 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_zero3 import compat
+from lightning_zero3.access import WatchedParameters
 from lightning_zero3.chunk import Chunk
 from lightning_zero3.comm import Communicator, Pending
 from lightning_zero3.engine import Engine
 from lightning_zero3.errors import Zero3Error
 from lightning_zero3.meta import materialize
 from lightning_zero3.slots import Slot
+from lightning_zero3.state import LayerState
 
-__all__ = ["LayerState", "Zero3Layer", "layer_of"]
+__all__ = ["Zero3Layer", "layer_of"]
 
 TRAINING_PARAMS_IDX = 0  # in `Zero3Layer.chunk`
 
@@ -33,16 +33,6 @@ _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> the layer t
 def layer_of(param: Tensor) -> Zero3Layer | None:
     """The layer that shards `param`, if any."""
     return _owners.get(param)
-
-
-class LayerState(Enum):
-    """Where a layer's full parameters are."""
-
-    SHARDED = auto()  # only this rank's chunks exist
-    FETCHING = auto()  # an all-gather into the slot is in flight
-    FETCHED = auto()  # parameters are views of the slot
-    GATHERED = auto()  # parameters are full tensors outside of any slot, inside `gather_parameters`
-    RESIDENT = auto()  # a world of one: parameters are views of the chunks, always
 
 
 def _aligned(nbytes: int) -> int:
@@ -60,8 +50,8 @@ class Zero3Layer(nn.Module):
     the gradient of the trainable chunk, which accumulates as `.grad` does.
 
     Args:
-        module: what to wrap; its parameters (those no inner layer has) are flattened, padded and scattered from the first
-            rank, and the originals freed.
+        module: what to wrap; its parameters (those no inner layer has) are flattened, padded and scattered from the
+            first rank, and the originals freed.
         rank, world_size: checked against the process group when given.
         device: where chunks and slots live; default the parameters' own.
         dtype: what floating-point parameters are cast to first; default as they are.
@@ -91,8 +81,6 @@ class Zero3Layer(nn.Module):
     ) -> None:
         super().__init__()
         self.__dict__["module"] = module  # not a child: names stay as they were
-        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[shared] = getattr(module, shared)
         self.training = module.training
         self.name = name or type(module).__name__
 
@@ -155,6 +143,8 @@ class Zero3Layer(nn.Module):
             self._hooks.append(entry.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
             self._hooks.append(entry.register_forward_hook(self._after_forward, always_call=True))
         self._guard_owners()
+        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[shared] = getattr(module, shared)
         if not self.chunks or (comm.world_size == 1 and all(c.compute_dtype == c.dtype for c in self.chunks)):
             for chunk in self.chunks:
                 chunk.point_to(chunk.views(chunk.data.detach()))
@@ -172,6 +162,8 @@ class Zero3Layer(nn.Module):
         for chunk in self.chunks:
             for param in chunk.params:
                 _owners.pop(param, None)
+        for owner in {m: None for top in (self.module, *self.entries) for m in top.modules()}:
+            owner.__dict__["_parameters"] = dict(owner._parameters)
 
     def _place(self) -> None:
         """Lay the chunks' flat spaces out in one slot, and those of their gradients in another."""
@@ -258,19 +250,16 @@ class Zero3Layer(nn.Module):
             def check(owner: nn.Module, *_: Any) -> None:
                 if self.state not in (LayerState.GATHERED, LayerState.RESIDENT) and not self.engine.bare_state_dicts:
                     raise Zero3Error(
-                        f"{what} of {type(owner).__name__} in layer {self.name!r} while its parameters are sharded. Use "
-                        "full_state_dict(module), or call it inside `with gather_parameters(module, writeback=...):`, "
-                        "on every rank."
+                        f"{what} of {type(owner).__name__} in layer {self.name!r} while its parameters are sharded. "
+                        "Use full_state_dict(module), or call it inside "
+                        "`with gather_parameters(module, writeback=...):`, on every rank."
                     )
 
             return check
 
         def before_forward(owner: nn.Module, _: Any) -> None:
-            if self.depth or self.state in there:
-                return
-            if compat.current_graph_task() != -1:  # a checkpoint inside this layer recomputes
-                self.needed_in_backward()
-                return
+            if self.engine.computing or self.state in there:
+                return  # what is not there is fetched when it is read (`access.py`)
             raise Zero3Error(
                 f"{type(owner).__name__} in layer {self.name!r} was called on its own, outside of the module that is "
                 "wrapped. Call the wrapped module, choose smaller modules in `auto_wrap_policy`, or call it inside "
@@ -279,7 +268,7 @@ class Zero3Layer(nn.Module):
 
         entries = set(self.entries)
         for owner in {m: None for top in (self.module, *self.entries) for m in top.modules()}:
-            if not any(id(p) in mine for p in owner._parameters.values() if p is not None):
+            if not WatchedParameters.watch(owner, mine, self):
                 continue
             self._hooks.append(owner.register_state_dict_pre_hook(needs_parameters("state_dict()")))
             self._hooks.append(owner.register_load_state_dict_pre_hook(needs_parameters("load_state_dict()")))
@@ -314,7 +303,8 @@ class Zero3Layer(nn.Module):
         """FETCHING -> FETCHED: the gather is done; parameters become views of the slot."""
         if self.state is not LayerState.FETCHING:
             return
-        assert self._fetch is not None and self._slot is not None
+        assert self._fetch is not None
+        assert self._slot is not None
         self.engine.comm.wait(self._fetch)
         self._fetch = None
         if self._slot.index not in self._views:  # made once per slot: the hot path only looks up
@@ -396,7 +386,7 @@ class Zero3Layer(nn.Module):
     def _on_input_grad(self, _: Tensor) -> None:
         """All gradients of an input of a use are there.
 
-        Autograd runs what was computed last first, so it is done with the use. Should anything be left, it fetches again.
+        Autograd runs first what was computed last, so it is done with the use. What is left after all fetches again.
         """
         self.engine.after_backward_use(self)
 

@@ -1,4 +1,4 @@
-"""The arithmetic of flat spaces: which element of which parameter lies where. Pure, and the same for every world size."""
+"""The arithmetic of flat spaces: which element of which parameter lies where. Pure; the same for every world size."""
 
 from __future__ import annotations
 

@@ -49,7 +49,8 @@ def materialize(
         if reset is None:
             raise Zero3Error(
                 f"parameter {name_of[id(next(iter(mine.values())))]!r} is on the meta device and its module "
-                f"{type(owner).__name__} has no reset_parameters() to initialise it. Add one, or build the model on the CPU."
+                f"{type(owner).__name__} has no reset_parameters() to initialise it. Add one, or build the "
+                "model on the CPU."
             )
         reset()
     return [(name, new.get(id(p), p)) for name, p in owned]

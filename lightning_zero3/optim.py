@@ -81,7 +81,9 @@ class ShardedOptimizers:
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     if id(param) in seen:
-                        raise Zero3Error(f"a parameter of shape {list(param.shape)} is in two optimizers; give it to one")
+                        raise Zero3Error(
+                            f"a parameter of shape {list(param.shape)} is in two optimizers; give it to one"
+                        )
                     seen.add(id(param))
                 groups.append(self._group(group["params"]))
             self._groups[optimizer] = groups
@@ -180,7 +182,8 @@ class ShardedOptimizers:
             for number, state in part.items():
                 merged.setdefault(number, state)
 
-        states: dict[int, dict[str, Any]] = {n: dict(s) for n, s in sorted(merged.items())}
+        # Each parameter gets numbers of its own: a step count that two parameters share would count twice when resumed.
+        states = {n: {k: _clone(v) for k, v in s.items()} for n, s in sorted(merged.items())}
         for chunk in dict.fromkeys(chunk for g in self._groups[optimizer] for chunk, _ in g.runs):
             runs = [run for g in self._groups[optimizer] for c, run in g.runs if c is chunk]
             owned = {ids[id(chunk.params[i])]: i for run in runs for i in run}
@@ -283,7 +286,7 @@ class ShardedOptimizers:
             where = span.overlap(lo, hi)
             for key, value in states.get(ids[id(param)], {}).items():
                 if not _fits(key, value, param):
-                    part.setdefault(key, value)
+                    part.setdefault(key, _clone(value))
                     continue
                 if key not in part:
                     part[key] = torch.zeros(segment.hi - segment.lo, dtype=value.dtype, device=chunk.data.device)
@@ -303,6 +306,10 @@ def _fits(key: str, value: Any, param: Tensor) -> bool:
 
 def _on_cpu(value: Any) -> Any:
     return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _plain(value: Any) -> Any:

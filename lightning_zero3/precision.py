@@ -16,8 +16,8 @@ from lightning_zero3.clip import clip_grad_norm_
 from lightning_zero3.errors import Zero3Error
 
 if TYPE_CHECKING:
-    from lightning_zero3.optim import ShardedOptimizers
     from lightning_zero3.engine import Engine
+    from lightning_zero3.optim import ShardedOptimizers
 
 __all__ = ["PRECISIONS", "Zero3PrecisionMixin"]
 
@@ -44,7 +44,11 @@ class Zero3PrecisionMixin:
 
     def __init__(self, precision: str) -> None:
         if precision not in PRECISIONS:
-            more = " It needs a gradient scaler that all ranks agree on; use 'bf16-mixed'." if precision == "16-mixed" else ""
+            more = (
+                " It needs a gradient scaler that all ranks agree on; use 'bf16-mixed'."
+                if precision == "16-mixed"
+                else ""
+            )
             raise Zero3Error(
                 f"precision={precision!r} is not supported by Zero3Strategy; choose from {', '.join(PRECISIONS)}.{more}"
             )
@@ -102,6 +106,7 @@ class Zero3PrecisionMixin:
             super().backward(tensor, model, optimizer, *args, **kwargs)  # type: ignore[misc]
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        assert self.engine is not None and self.optimizers is not None
+        assert self.engine is not None
+        assert self.optimizers is not None
         optimizer = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer
         clip_grad_norm_(self.optimizers.segments(optimizer), self.engine.comm, float(clip_val))

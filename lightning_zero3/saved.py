@@ -64,8 +64,8 @@ class SavedWeights:
     def push(self) -> None:
         """Start replacing weights. Nested layers share the outermost pair."""
         enclosing = compat.enclosing_saved_tensor_hooks()
-        enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()
-        if not enabled or not torch.is_grad_enabled() or (enclosing is not None and enclosing[0] in self._packs):
+        wanted = torch.is_grad_enabled() and compat.saved_tensor_hooks_enabled()
+        if not wanted or (enclosing is not None and enclosing[0] in self._packs):
             self._active.append(None)
             return
         pool = self._pool
@@ -75,7 +75,7 @@ class SavedWeights:
             if slot is not None and slot.owner is not None:
                 layer = slot.owner
                 return SavedWeight(
-                    layer, layer.updates, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+                    layer, layer.updates, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
                 )
             if enclosing is not None:
                 return _Passed(enclosing[1], enclosing[0](tensor))

@@ -13,7 +13,8 @@ from lightning_zero3.chunk import PrecisionPolicy
 from lightning_zero3.comm import Communicator
 from lightning_zero3.engine import Engine
 from lightning_zero3.errors import Zero3Error
-from lightning_zero3.layer import LayerState, Zero3Layer, layer_of
+from lightning_zero3.layer import Zero3Layer, layer_of
+from lightning_zero3.state import LayerState
 from lightning_zero3.wrap import AutoWrapPolicy, plan_layers
 
 __all__ = [
@@ -242,5 +243,5 @@ def unshard_module(module: nn.Module) -> None:
     for name, param in module.named_parameters():
         if name in state:
             param.data = state[name]
-    for name, buffer in module.named_buffers():
+    for buffer in module.buffers():
         buffer.data = buffer.data.cpu()

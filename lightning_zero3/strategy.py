@@ -16,14 +16,13 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.parallel import ParallelStrategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero3.chunk import PrecisionPolicy
 from lightning_zero3.comm import Communicator
 from lightning_zero3.engine import Engine
 from lightning_zero3.errors import Zero3Error
-from lightning_zero3.evenly import EvenBatches
+from lightning_zero3.evenly import EvenSteps, evaluation_batches, even_training_batches
 from lightning_zero3.optim import ShardedOptimizers
 from lightning_zero3.precision import PRECISIONS, Zero3PrecisionMixin
 from lightning_zero3.report import Report
@@ -96,7 +95,9 @@ class Zero3StrategyMixin:
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise Zero3Error(f"start_method={start_method!r}: choose 'popen', 'spawn', 'fork' or 'forkserver'")
         if isinstance(auto_wrap_policy, str) and auto_wrap_policy != "auto":
-            raise Zero3Error(f"auto_wrap_policy={auto_wrap_policy!r}: give 'auto', a set of classes, a function or None")
+            raise Zero3Error(
+                f"auto_wrap_policy={auto_wrap_policy!r}: give 'auto', a set of classes, a function or None"
+            )
         if prefetch < 0:
             raise Zero3Error(f"prefetch={prefetch}: give the number of layers to fetch ahead, 0 or more")
         self.auto_wrap_policy = auto_wrap_policy
@@ -108,6 +109,7 @@ class Zero3StrategyMixin:
         self._start_method = start_method
         self._engine: Engine | None = None
         self._sharded_optimizers: ShardedOptimizers | None = None
+        self._even_steps: EvenSteps
         self._failed = False
 
     # -- processes and devices ----------------------------------------------------------------------------------------
@@ -157,8 +159,7 @@ class Zero3StrategyMixin:
         import_module(f"{self._fabric}.utilities.seed").reset_seed()
         self.set_world_ranks()
         self._process_group_backend = (
-            self._process_group_backend
-            or distributed._get_default_process_group_backend_for_device(self.root_device)
+            self._process_group_backend or distributed._get_default_process_group_backend_for_device(self.root_device)
         )
         device_id = self.root_device if self.root_device.type != "cpu" else None
         distributed._init_dist_connection(
@@ -265,17 +266,34 @@ class Zero3StrategyMixin:
         return self._step(self.precision_plugin.train_step_context(), self.lightning_module.training_step, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step(self.precision_plugin.val_step_context(), self.lightning_module.validation_step, args, kwargs)
+        with self._even_steps.step():
+            context = self.precision_plugin.val_step_context()
+            return self._step(context, self.lightning_module.validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step(self.precision_plugin.test_step_context(), self.lightning_module.test_step, args, kwargs)
+        with self._even_steps.step():
+            context = self.precision_plugin.test_step_context()
+            return self._step(context, self.lightning_module.test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step(self.precision_plugin.predict_step_context(), self.lightning_module.predict_step, args, kwargs)
+        with self._even_steps.step():
+            context = self.precision_plugin.predict_step_context()
+            return self._step(context, self.lightning_module.predict_step, args, kwargs)
+
+    # -- batches: ranks may have different numbers of them, see `evenly` ----------------------------------------------
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Ranks may run out of batches at different times only where nobody waits for them."""
-        return EvenBatches.around(dataloader, self)
+        even = even_training_batches if self.lightning_module.trainer.training else evaluation_batches
+        return even(dataloader, self.engine.comm)
+
+    def on_validation_start(self) -> None:
+        self._even_steps = EvenSteps(self.engine, self.lightning_module.trainer._evaluation_loop)
+
+    def on_test_start(self) -> None:
+        self._even_steps = EvenSteps(self.engine, self.lightning_module.trainer._evaluation_loop)
+
+    def on_predict_start(self) -> None:
+        self._even_steps = EvenSteps(self.engine, self.lightning_module.trainer.predict_loop)
 
     # -- collectives of the user and of Lightning ---------------------------------------------------------------------
 

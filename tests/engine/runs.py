@@ -47,7 +47,7 @@ def train_zero3(
         optimizer.step()
         each_step(engine)
     grads = full_grads(model)
-    names = {i: n for i, n in enumerate(_names_in_order(make_model(), make_optimizer))}
+    names = dict(enumerate(_names_in_order(make_model(), make_optimizer)))
     saved = [sharded.state_dict(optimizer)["state"], full_state_dict(model)]
     dist.broadcast_object_list(saved)
     state = {names[i]: s for i, s in saved[0].items()}

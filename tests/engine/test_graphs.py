@@ -290,16 +290,27 @@ class Dtypes(Net):
         return self.Mixed()
 
 
+class ReadOutside(Net):
+    """Weights of one layer used by another module, and a module of a layer called without it."""
+
+    def run(self, x):
+        a, b, c = self.blocks
+        x = c(b(a(x)))
+        x = x + F.linear(F.gelu(F.linear(x, a.up.weight, a.up.bias)), b.down.weight)
+        return x + a.norm(x)
+
+
 MODELS = [
     Net, Reused, Containers, InPlace, Unused, CheckpointAround, CheckpointAroundReentrant, CheckpointPairs,
     CheckpointInside, CheckpointInsideReentrant, Offloaded, Nested, NestedInside, Tied, Memory, Strided, Dtypes,
+    ReadOutside,
 ]  # fmt: skip
 BY_NAME = {m.__name__: m for m in MODELS}
 LAYERS = {Block, Odd, Inner, InnerReentrant, InnerCalls, nn.Sequential, Memory.Cross, Dtypes.Mixed}
 
 
 def policy(module):
-    return type(module) in LAYERS or type(module) is nn.Linear and module.weight.shape[0] in (2, D)
+    return type(module) in LAYERS or (type(module) is nn.Linear and module.weight.shape[0] in (2, D))
 
 
 def make(name, freeze=None):

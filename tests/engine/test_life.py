@@ -119,9 +119,7 @@ def test_padding_is_zero_always():
                 engine.comm.wait(engine.comm.gather("check", [flat, grad]))
                 assert all(not flat[lo:hi].any() and not grad[lo:hi].any() for lo, hi in chunk.layout.gaps(chunk.total))
 
-    train_zero3(
-        lambda: MLP(7, 15, 16, 17), batches(Pairs(200, 7), world=3), adamw, 3, policy={Block}, each_step=check
-    )
+    train_zero3(lambda: MLP(7, 15, 16, 17), batches(Pairs(200, 7), world=3), adamw, 3, policy={Block}, each_step=check)
 
 
 @distributed(world=2)
@@ -160,9 +158,12 @@ def test_a_change_behind_the_engine_is_named(change):
 @distributed(world=2)
 def test_initialising_a_sharded_parameter_is_noticed():
     layer = Zero3Layer(nn.Linear(4, 4))
-    with pytest.raises((Zero3Error, RuntimeError)):  # random fills of an expanded tensor are torch's own error
-        nn.init.normal_(layer.weight)
+    with torch.no_grad():
+        layer.weight.zero_()
+    with pytest.raises(Zero3Error, match="parameter 'weight' of layer 'Linear' was written while sharded"):
         layer(torch.ones(1, 4))
+    with pytest.raises(RuntimeError, match="single memory location"):  # random fills are torch's own error
+        nn.init.normal_(Zero3Layer(nn.Linear(4, 4)).weight)
 
 
 @distributed(world=[1, 2, 3])

@@ -82,9 +82,7 @@ def test_every_implementation_of_adamw_trains_like_ddp(options):
     def optimizer(model):
         return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
 
-    same_run(
-        train_zero3(make_mlp, pairs(), optimizer, 5, policy={Block}), train_ddp(make_mlp, pairs(), optimizer, 5)
-    )
+    same_run(train_zero3(make_mlp, pairs(), optimizer, 5, policy={Block}), train_ddp(make_mlp, pairs(), optimizer, 5))
 
 
 @distributed(world=[1, 2, 3])
