@@ -32,8 +32,8 @@ class PrecisionPolicy:
 class Segment(NamedTuple):
     """The part of a trainable chunk that belongs to one optimizer parameter group.
 
-    `param` is a view of chunk elements [lo, hi); its gradient is a view of the chunk's gradient. `indices` are the
-    consecutive parameters (spans of the layout) whose elements it holds; some may lie on other ranks only.
+    `param` is a view of chunk elements [lo, hi). `indices` are the consecutive parameters (spans of the layout) whose
+    elements it holds; some of them may lie on other ranks only.
     """
 
     param: nn.Parameter
@@ -89,7 +89,6 @@ class Chunk:
         self.start = self.size * comm.rank  # where this rank's part of it begins
         self.data: Tensor = self._shard(comm, device)
         self.segments: list[Segment] = []
-        self._grad: Tensor | None = None
         if trainable:
             self.data = nn.Parameter(self.data)
             self.segments = [Segment(self.data, 0, self.size, tuple(range(len(self.params))))]
@@ -169,29 +168,22 @@ class Chunk:
         return cut
 
     @property
-    def grad(self) -> Tensor:
-        """`[size]`, the memory behind all segments' gradients. Allocated once, when it is first needed."""
-        if self._grad is None:
-            with torch.inference_mode(False):
-                self._grad = torch.zeros(self.size, dtype=self.dtype, device=self.data.device)
-        return self._grad
-
-    @property
     def grad_nbytes(self) -> int:
-        """Bytes of the gradient's memory, allocated yet or not."""
+        """Bytes of this rank's gradient, there now or not."""
         return self.size * self.dtype.itemsize if self.trainable else 0
 
     @torch.no_grad()
-    def add_grad(self, part: Tensor) -> None:
-        """Add this rank's part of a reduced gradient, `[size]`, to the segments' gradients."""
+    def add_grad(self, part: Tensor, keep: bool) -> None:
+        """Add this rank's part of a reduced gradient, `[size]`, to the segments' gradients.
+
+        `keep`: they may keep `part` itself. Otherwise its memory serves others; segments without a gradient get copies,
+        so that `zero_grad(set_to_none=True)` frees what it seems to free.
+        """
         for segment in self.segments:
             if not segment.param.requires_grad:  # another optimizer's, switched off by `toggle_optimizer`
                 continue
             piece = part[segment.lo : segment.hi]
-            if segment.param.grad is None:
-                memory = self.grad[segment.lo : segment.hi]
-                if memory.data_ptr() != piece.data_ptr():
-                    memory.copy_(piece)
-                segment.param.grad = memory
-            else:
+            if segment.param.grad is not None:
                 segment.param.grad.add_(piece)
+            else:
+                segment.param.grad = piece if keep and piece.dtype == self.dtype else piece.to(self.dtype, copy=True)

@@ -246,7 +246,7 @@ class Engine:
         """Add a reduced gradient to the chunks' gradients and give the slot back."""
         self.comm.wait(reduction.pending)
         for chunk, flat in zip(reduction.layer.trainable, reduction.flats, strict=True):
-            chunk.add_grad(self.comm.own(flat))
+            chunk.add_grad(self.comm.own(flat), keep=self.comm.world_size == 1 and reduction.slot is None)
         if reduction.slot is not None:
             self.pool.give(reduction.slot)
 

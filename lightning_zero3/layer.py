@@ -491,21 +491,19 @@ class _Gradients:
 
     def _take_memory(self) -> None:
         layer = self._layer
-        if layer.state is LayerState.RESIDENT and all(
-            c.reduce_dtype == c.dtype and all(s.param.grad is None for s in c.segments) for c in layer.trainable
-        ):
-            flats = [c.grad for c in layer.trainable]  # a world of one: straight to where it shall end up
-            key = -1
-        else:
-            self._slot = layer.engine.grad_slot(layer)
-            key = self._slot.index
+        if layer.engine.comm.world_size == 1:  # nothing travels: the gradient is what the optimizer gets
+            layer.engine.touch()
+            flats = [torch.empty(c.total, dtype=c.reduce_dtype, device=c.data.device) for c in layer.trainable]
+            self._into = (flats, [c.views(f) for c, f in zip(layer.trainable, flats, strict=True)])
+            return
+        self._slot = layer.engine.grad_slot(layer)
+        if self._slot.index not in self._views:
             flats, offset = [], 0
             for chunk in layer.trainable:
                 flats.append(self._slot.flat(chunk.reduce_dtype, offset, chunk.total))
                 offset += _aligned(chunk.total * chunk.reduce_dtype.itemsize)
-        if key not in self._views:
-            self._views[key] = (flats, [c.views(f) for c, f in zip(layer.trainable, flats, strict=True)])
-        self._into = self._views[key]
+            self._views[self._slot.index] = (flats, [c.views(f) for c, f in zip(layer.trainable, flats, strict=True)])
+        self._into = self._views[self._slot.index]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

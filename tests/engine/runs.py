@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -61,7 +62,7 @@ def full_grads(model: nn.Module) -> dict[str, Tensor]:
     found = {}
     for layer in engine.layers:
         for chunk in layer.trainable:
-            flat = chunk.grad.new_zeros(chunk.total)
+            flat = torch.zeros(chunk.total, dtype=chunk.dtype)
             any_grad = False
             for segment in chunk.segments:
                 if segment.param.grad is not None:

@@ -462,7 +462,7 @@ def test_only_what_trains_is_reduced_and_frozen_weights_do_not_change():
         assert engine.comm.traffic.reduce_elements == biases // 2
     after = [c.data for layer in engine.layers for c in layer.chunks if not c.trainable]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert all(c._grad is None for layer in engine.layers for c in layer.chunks if not c.trainable)
+    assert engine.pool.nbytes < sum(layer.slot_nbytes for layer in engine.layers)  # none for frozen gradients
 
 
 @distributed(world=2)
@@ -473,8 +473,7 @@ def test_frozen_layers_are_released_during_backward():
     states = []
     frozen = next(layer for layer in engine.layers if layer.name == "blocks.1")
     for _ in range(2):
-        x = model.first(batch(0, 0)[0]) if False else batch(dist.get_rank(), 0)[0]
-        out = model(x)
+        out = model(batch(dist.get_rank(), 0)[0])
         model.blocks[0].up.weight.register_post_accumulate_grad_hook(lambda _: states.append(frozen.state))
         out.sum().backward()
     assert LayerState.FETCHED not in states
@@ -530,7 +529,7 @@ def test_an_activation_changed_in_place_is_an_error_as_in_torch():
             h.add_(1)
             return h
 
-    for model in (Wrong(), Inside()):
+    for model in (Wrong().double(), Inside().double()):
         shard_module(model, policy)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             model(batch(0, 0)[0]).sum().backward()
@@ -585,7 +584,7 @@ def test_training_goes_on_after_an_exception(where):
 
     def build():
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(5, D), Failing(), Block(), nn.Linear(D, 2))
+        return nn.Sequential(nn.Linear(5, D), Failing(), Block(), nn.Linear(D, 2)).double()
 
     plain, model = build(), build()
     engine = shard_module(model, lambda m: isinstance(m, nn.Linear | Failing | Block))
@@ -659,7 +658,7 @@ class SkippingTheEnd(Net):
 
 
 def train_divergent(name):
-    model = {m.__name__: m for m in (Branching, Skipping, SkippingLater, SkippingTheEnd)}[name]()
+    model = {m.__name__: m for m in (Branching, Skipping, SkippingLater, SkippingTheEnd)}[name]().double()
     shard_module(model, policy)
     optimizer = torch.optim.SGD(trainable_chunks(model), lr=0.1)
     for step in range(4):
