@@ -1,13 +1,36 @@
-"""Callbacks for any LightningModule."""
+"""Callbacks for any LightningModule, and those that cannot work on shards."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-__all__ = ["MemoryReport"]
+from lightning_zero3.errors import Zero3Error
+
+__all__ = ["MemoryReport", "refuse_callbacks"]
+
+_REFUSED = {
+    "BaseFinetuning": "it unfreezes parameters in mid-training, whose layers would have to be sharded anew",
+    "ModelPruning": "it rewrites parameters, of which each rank has only a part",
+    "StochasticWeightAveraging": "it averages full parameters, of which each rank has only a part",
+    "WeightAveraging": "it averages full parameters, of which each rank has only a part",
+}
+
+
+def refuse_callbacks(callbacks: Iterable[Any]) -> None:
+    """Raise for callbacks of Lightning, or derived from them, that would do nothing or harm without saying so.
+
+    Raises:
+        Zero3Error: with the reason.
+    """
+    for callback in callbacks:
+        for base in (c.__name__ for c in type(callback).__mro__ if c.__name__ in _REFUSED):
+            raise Zero3Error(
+                f"callback {type(callback).__name__} does not work with Zero3Strategy: {_REFUSED[base]}. Leave it out."
+            )
 
 
 class MemoryReport(Callback):

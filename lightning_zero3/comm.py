@@ -235,7 +235,7 @@ class Communicator:
         dist.all_gather_object(objects, obj, group=self._groups.control)
         return objects
 
-    def together(self, what: str) -> None:
+    def together(self, what: str, timeout: timedelta | None = None) -> None:
         """Make sure that every rank is here.
 
         Raises:
@@ -244,7 +244,7 @@ class Communicator:
         if self.world_size == 1:
             return
         try:
-            dist.monitored_barrier(group=self._groups.control, timeout=self._timeout, wait_all_ranks=True)
+            dist.monitored_barrier(group=self._groups.control, timeout=timeout or self._timeout, wait_all_ranks=True)
         except RuntimeError as error:
             raise Zero3Error(
                 f"{what} must be called on every rank, but not all of {self.world_size} came "

@@ -21,12 +21,15 @@ from torch.optim import Optimizer
 from lightning_zero3.chunk import Chunk, Segment
 from lightning_zero3.engine import Engine
 from lightning_zero3.errors import Zero3Error
+from lightning_zero3.gradients import StandIns
 from lightning_zero3.layer import Zero3Layer, layer_of
 
 __all__ = ["ShardedOptimizers"]
 
 _NOT_ELEMENTWISE = {
     "Adafactor": "it factors each matrix's second moment into rows and columns",
+    "DAdaptAdam": "it estimates its step size from inner products over all parameters",
+    "DAdaptSGD": "it estimates its step size from inner products over all parameters",
     "DistributedShampoo": "it preconditions whole matrices",
     "FusedLAMB": "it scales updates by each parameter's norm",
     "LAMB": "it scales updates by each parameter's norm",
@@ -35,9 +38,12 @@ _NOT_ELEMENTWISE = {
     "Lamb": "it scales updates by each parameter's norm",
     "Lars": "it scales updates by each parameter's norm",
     "Muon": "it orthogonalises whole matrices",
+    "NovoGrad": "it scales updates by each parameter's gradient norm",
+    "Prodigy": "it estimates its step size from inner products over all parameters",
     "SOAP": "it preconditions whole matrices",
     "Shampoo": "it preconditions whole matrices",
     "SparseAdam": "it wants sparse gradients, and chunks are dense",
+    "ZeroRedundancyOptimizer": "it divides the parameters among ranks itself",
 }
 
 _SCALARS = {"step", "mu_product", "eta", "mu"}  # per-parameter state that is one number, in torch.optim
@@ -67,12 +73,14 @@ class ShardedOptimizers:
 
     def __init__(self, optimizers: list[Optimizer], engine: Engine) -> None:
         self.engine = engine
+        self._stand_ins = StandIns(engine)
         self._groups: dict[Optimizer, list[_Group]] = {}
+        self._stepped: set[Optimizer] = set()
         states: dict[Optimizer, dict[int, dict[str, Any]]] = {}
         seen: set[int] = set()
+        self._check_frozen()
         for optimizer in optimizers:
-            name = type(optimizer).__name__
-            if name in _NOT_ELEMENTWISE:
+            for name in (c.__name__ for c in type(optimizer).__mro__ if c.__name__ in _NOT_ELEMENTWISE):
                 raise Zero3Error(
                     f"{name} cannot run on shards: {_NOT_ELEMENTWISE[name]}, and each rank has only a part of them. Use an "
                     "optimizer that works element by element (SGD, Adam, AdamW, RMSprop, Adagrad, ...)."
@@ -81,9 +89,7 @@ class ShardedOptimizers:
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     if id(param) in seen:
-                        raise Zero3Error(
-                            f"a parameter of shape {list(param.shape)} is in two optimizers; give it to one"
-                        )
+                        raise Zero3Error(f"parameter {_name(param)} is in two optimizers; give it to one")
                     seen.add(id(param))
                 groups.append(self._group(group["params"]))
             self._groups[optimizer] = groups
@@ -92,8 +98,72 @@ class ShardedOptimizers:
         for optimizer, state in states.items():  # of optimizers that make state in their constructor (Adagrad)
             if state:
                 self._put_states(optimizer, state)
-            layers = self._layers(optimizer)
-            optimizer.register_step_post_hook(lambda *_, layers=layers: engine.weights_changed(layers))
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(self._after_step)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def before_backward(self) -> None:
+        """Gradients of parameters become what autograd wants them to be."""
+        self._check_frozen()
+        self._stand_ins.remove()
+
+    def after_backward(self) -> None:
+        """Gradients of parameters become stand-ins."""
+        self._stand_ins.place()
+
+    def release(self) -> None:
+        """Leave the module without stand-ins."""
+        self._stand_ins.remove()
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if len(optimizer.param_groups) != len(self._groups[optimizer]):
+            raise Zero3Error(
+                f"a parameter group was added to {type(optimizer).__name__} after set-up, when its parameters had become "
+                "shards. Return all groups from configure_optimizers; the learning rate of one may be 0 for a while."
+            )
+        self._stand_ins.settle()
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.engine.weights_changed(self._layers(optimizer))
+        if optimizer not in self._stepped:
+            self._stepped.add(optimizer)
+            for segment in self.segments(optimizer):
+                for key, value in optimizer.state.get(segment, {}).items():
+                    if isinstance(value, Tensor) and value.shape != segment.shape and value.numel() > 1:
+                        raise Zero3Error(
+                            f"{type(optimizer).__name__} keeps {key!r} of shape {list(value.shape)} for {segment.numel()} "
+                            "elements: it does not work element by element, so it cannot run on shards"
+                        )
+
+    def _check_frozen(self) -> None:
+        for chunk in (c for layer in self.engine.layers for c in layer.chunks if not c.trainable):
+            for name in (n for n, p in zip(chunk.names, chunk.params, strict=True) if p.requires_grad):
+                raise Zero3Error(
+                    f"parameter {name!r} wants a gradient, but it was frozen when the module was sharded. Freeze and "
+                    "unfreeze before the Trainer's first stage, or load the checkpoint into a new module."
+                )
+
+    def grad_norms(self, norm_type: float) -> dict[str, Tensor]:
+        """Norm of each trainable parameter's gradient, by name; the same on every rank."""
+        self._stand_ins.settle()
+        chunks = [c for layer in self.engine.layers for c in layer.trainable]
+        norms = torch.zeros(sum(len(c.params) for c in chunks), dtype=torch.float64, device=self.engine.device)
+        largest = norm_type == float("inf")
+        first = 0
+        for chunk in chunks:
+            for segment in (s for s in chunk.segments if s.param.grad is not None):
+                lo = chunk.start + segment.lo
+                for index in segment.indices:
+                    span = chunk.layout.spans[index]
+                    part = span.overlap(lo, chunk.start + segment.hi)
+                    if part.stop > part.start:
+                        at = span.start + part.start - lo
+                        norm = segment.param.grad[at : at + part.stop - part.start].double().norm(norm_type)  # type: ignore[index]
+                        norms[first + index] = norm if largest else norm**norm_type
+            first += len(chunk.params)
+        norms = self.engine.comm.max(norms) if largest else self.engine.comm.sum(norms) ** (1.0 / norm_type)
+        return dict(zip((n for c in chunks for n in c.names), norms.float(), strict=True))
 
     # -- segments -----------------------------------------------------------------------------------------------------
 
@@ -138,7 +208,8 @@ class ShardedOptimizers:
         return sorted((layer for layer in layers if layer is not None), key=lambda layer: layer.index)
 
     def segments(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """This rank's segments of one optimizer."""
+        """This rank's segments of one optimizer, with their gradients as they are to be used."""
+        self._stand_ins.settle()
         return [p for group in optimizer.param_groups for p in group["params"]]
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -294,6 +365,12 @@ class ShardedOptimizers:
                 source = span.flatten(value)[where]
                 part[key][at : at + source.numel()].copy_(source)
         return part
+
+
+def _name(param: Tensor) -> str:
+    layer = layer_of(param)
+    names = [n for c in layer.chunks for n, p in zip(c.names, c.params, strict=True) if p is param] if layer else []
+    return repr(names[0]) if names else f"of shape {list(param.shape)}"
 
 
 def _per_element(value: Any, segment: Tensor) -> bool:

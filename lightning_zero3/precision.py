@@ -101,12 +101,17 @@ class Zero3PrecisionMixin:
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        assert self.engine is not None
+        assert self.engine is not None and self.optimizers is not None
+        self.optimizers.before_backward()
         with self.engine.backward_scope():  # gradients are complete, on all ranks, when on_after_backward runs
             super().backward(tensor, model, optimizer, *args, **kwargs)  # type: ignore[misc]
+        self.optimizers.after_backward()
+
+    def main_params(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """What to clip by value."""
+        assert self.optimizers is not None
+        return self.optimizers.segments(getattr(optimizer, "optimizer", optimizer))  # of a LightningOptimizer
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         assert self.engine is not None
-        assert self.optimizers is not None
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer
-        clip_grad_norm_(self.optimizers.segments(optimizer), self.engine.comm, float(clip_val))
+        clip_grad_norm_(self.main_params(optimizer), self.engine.comm, float(clip_val))

@@ -16,13 +16,15 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.parallel import ParallelStrategy
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from lightning_zero3.callbacks import refuse_callbacks
 from lightning_zero3.comm import Communicator
 from lightning_zero3.engine import Engine
 from lightning_zero3.errors import Zero3Error
-from lightning_zero3.evenly import EvenSteps, evaluation_batches, even_training_batches
+from lightning_zero3.evenly import EvenSteps, evaluation_batches, training_batches
 from lightning_zero3.optim import ShardedOptimizers
 from lightning_zero3.precision import PRECISIONS, Zero3PrecisionMixin
 from lightning_zero3.report import Report
@@ -32,6 +34,8 @@ from lightning_zero3.wrap import AutoWrapPolicy
 __all__ = ["Zero3Strategy", "Zero3StrategyMixin", "register_strategies"]
 
 _START_METHODS = {"zero3": "popen", "zero3_spawn": "spawn", "zero3_fork": "fork", "zero3_notebook": "fork"}
+
+_LAST_WORDS = timedelta(seconds=15)  # how long a failing rank waits for the others before it gives up saving
 
 
 class Zero3Precision(Zero3PrecisionMixin, Precision):
@@ -205,14 +209,15 @@ class Zero3StrategyMixin:
             yield
 
     def setup(self, trainer: Any) -> None:
+        refuse_callbacks(trainer.callbacks)
         self.accelerator.setup(trainer)
-        fitting = trainer.state.fn == "fit"
-        if engine_of(self.lightning_module) is None:
-            if fitting and self._layer_sync:
+        module = self.lightning_module
+        if engine_of(module) is None:
+            if self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
-            self.precision_plugin.convert_module(self.lightning_module)
+            self.precision_plugin.convert_module(module)
             self._engine = shard_module(
-                self.lightning_module,
+                module,
                 self.auto_wrap_policy,
                 comm=Communicator(device=self.root_device, timeout=self._timeout),
                 device=self.root_device,
@@ -221,22 +226,28 @@ class Zero3StrategyMixin:
                 broadcast_buffers=self.broadcast_buffers,
             )
         else:  # a second fit, or validate after fit: sharded it stays
-            self._engine = engine_of(self.lightning_module)
-            self._check_same_engine()
+            self._engine = engine_of(module)
+            self._check_sharded_as_asked()
         self.precision_plugin.engine = self._engine
-        if fitting:
+        if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    def _check_same_engine(self) -> None:
-        engine, precision = self.engine, self.precision_plugin
+    def _check_sharded_as_asked(self) -> None:
+        """Raise if this Trainer wants of the module what an earlier one, which sharded it, did not."""
+        engine, precision, module = self.engine, self.precision_plugin, self.lightning_module
+        name, remedy = type(module).__name__, "Use the same, or load its checkpoint into a new module."
         stored = {c.dtype for layer in engine.layers for c in layer.chunks if c.dtype.is_floating_point}
-        wrong = engine.policy != precision.policy or not (precision.mixed or stored <= {precision.dtype})
-        if wrong or engine.device != self.root_device:
+        same_precision = engine.policy == precision.policy and (precision.mixed or stored <= {precision.dtype})
+        if not same_precision or engine.device != self.root_device:
             raise Zero3Error(
-                f"{type(self.lightning_module).__name__} was sharded by an earlier Trainer in another precision or on "
-                f"another device ({', '.join(map(str, stored))} on {engine.device}). Use the same, or load its checkpoint "
-                "into a new module."
+                f"{name} was sharded by an earlier Trainer in another precision or on another device "
+                f"({', '.join(map(str, stored))} on {engine.device}). {remedy}"
+            )
+        local = [m for m in module.modules() if isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)]
+        if self._layer_sync and local:
+            raise Zero3Error(
+                f"sync_batchnorm replaces modules, but {name} was sharded by an earlier Trainer without it. {remedy}"
             )
 
     def model_to_device(self) -> None:
@@ -283,8 +294,8 @@ class Zero3StrategyMixin:
     # -- batches: ranks may have different numbers of them, see `evenly` ----------------------------------------------
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        even = even_training_batches if self.lightning_module.trainer.training else evaluation_batches
-        return even(dataloader, self.engine.comm)
+        batches = training_batches if self.lightning_module.trainer.training else evaluation_batches
+        return batches(dataloader, self.engine.comm)
 
     def on_validation_start(self) -> None:
         self._even_steps = EvenSteps(self.engine, self.lightning_module.trainer._evaluation_loop)
@@ -319,6 +330,8 @@ class Zero3StrategyMixin:
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The plain module's state dict, on the first rank; empty on the others."""
+        if self.lightning_module.trainer.state.status == "interrupted":  # of an exception, perhaps of this rank alone
+            self.engine.comm.together("saving a checkpoint after an exception", timeout=_LAST_WORDS)
         return full_state_dict(self.lightning_module)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -349,6 +362,8 @@ class Zero3StrategyMixin:
 
     def teardown(self) -> None:
         """The module stays sharded and usable where its processes live on. Processes that end hand back full weights."""
+        if self._sharded_optimizers is not None:
+            self._sharded_optimizers.release()
         if self._start_method != "popen" and self._engine is not None and not self._failed:
             unshard_module(self.lightning_module)
             self._engine = None
@@ -366,6 +381,19 @@ class Zero3StrategyMixin:
         return self._engine
 
     # -- for people ---------------------------------------------------------------------------------------------------
+
+    def grad_norms(self, norm_type: float | str = 2.0) -> dict[str, Tensor]:
+        """Norms of the gradients, for logging: what Lightning's `grad_norm(module, norm_type)` gives under DDP.
+
+        Call it on every rank, in `on_before_optimizer_step` for example.
+
+        Returns:
+            "grad_2.0_norm/name" for each trainable parameter (0 if unused), and "grad_2.0_norm_total".
+        """
+        assert self._sharded_optimizers is not None
+        p = float(norm_type)
+        norms = {f"grad_{p}_norm/{name}": v for name, v in self._sharded_optimizers.grad_norms(p).items()}
+        return {**norms, f"grad_{p}_norm_total": torch.stack(list(norms.values())).norm(p)}
 
     def report(self) -> Report:
         """Bytes per rank of model states and slots, beside what DDP would take. After set-up; exact after a step."""

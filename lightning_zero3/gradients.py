@@ -1,0 +1,115 @@
+"""What `parameter.grad` is when gradients are sharded: a stand-in.
+
+The gradient itself is on the segments, a part of it on each rank. Were `parameter.grad` simply None, much code would
+quietly do nothing: `module.zero_grad()`, `clip_grad_norm_(module.parameters())`, Lightning's `grad_norm`. So between
+backward passes each trainable parameter's gradient is a `ShardedGrad`. It can be zeroed, or set to None, which is then
+done to the parameter's part of the segments; all else raises an error that names the way to do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero3.chunk import Chunk
+from lightning_zero3.engine import Engine
+from lightning_zero3.errors import Zero3Error
+
+__all__ = ["ShardedGrad", "StandIns"]
+
+
+class ShardedGrad(Tensor):
+    """The gradient of a sharded parameter: its shape, dtype and device, and no memory."""
+
+    placed: bool  # is, or was until the user changed it, some parameter's gradient
+    zeroed: bool
+
+    @staticmethod
+    def __new__(cls, param: Tensor) -> ShardedGrad:
+        return Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.zero_.default):
+            args[0].zeroed = args[0].zeroed or func is torch.ops.aten.zero_.default
+            return args[0]
+        raise Zero3Error(
+            f"{func} on a parameter's gradient, which is sharded over ranks. To clip: Trainer(gradient_clip_val=...), or "
+            "self.clip_gradients(optimizer, ...) in manual optimization. Norms: self.trainer.strategy.grad_norms(). For "
+            "backward in manual optimization: self.manual_backward(loss), not loss.backward()."
+        )
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+        return f"ShardedGrad({list(self.shape)}, {self.dtype})"
+
+
+class StandIns:
+    """The stand-ins of one model.
+
+    Args:
+        engine: whose layers' parameters get them.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._made: dict[nn.Parameter, ShardedGrad] = {}
+
+    def place(self) -> None:
+        """After a backward pass."""
+        for param in (p for chunk in self._chunks() for p in chunk.params):
+            stand_in = self._made.get(param)
+            if stand_in is None or stand_in.dtype != param.dtype:  # mixed precision, while the layer is in use
+                stand_in = self._made[param] = ShardedGrad(param)
+            param.grad = stand_in
+            stand_in.placed, stand_in.zeroed = True, False
+
+    def remove(self) -> None:
+        """Before a backward pass: autograd wants gradients to be None."""
+        self.settle()
+        for param, stand_in in self._made.items():
+            param.grad = None
+            stand_in.placed = False
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Before gradients are used: do to the segments what was done to stand-ins.
+
+        Raises:
+            Zero3Error: one was replaced by something else.
+        """
+        for chunk in self._chunks() if self._made else ():
+            for segment in chunk.segments:
+                gone = [i for i in segment.indices if self._is_gone(chunk, i)]
+                grad = segment.param.grad
+                if grad is None or not gone:
+                    continue
+                if len(gone) == len(segment.indices):
+                    segment.param.grad = None
+                    continue
+                lo = chunk.start + segment.lo
+                for span in (chunk.layout.spans[i] for i in gone):
+                    part = span.overlap(lo, chunk.start + segment.hi)
+                    at = span.start + part.start - lo
+                    grad[at : at + part.stop - part.start].zero_()
+        for param, stand_in in self._made.items():
+            stand_in.placed, stand_in.zeroed = param.grad is stand_in, False
+
+    def _is_gone(self, chunk: Chunk, index: int) -> bool:
+        param = chunk.params[index]
+        stand_in = self._made.get(param)
+        if stand_in is None or not stand_in.placed:
+            return False
+        if param.grad is not None and param.grad is not stand_in:
+            raise Zero3Error(
+                f"the gradient of parameter {chunk.names[index]!r} was replaced, but the real one is sharded over ranks. "
+                "Change the loss instead, or each rank's gradient by a hook (parameter.register_hook) before it is reduced."
+            )
+        return param.grad is None or stand_in.zeroed
+
+    def _chunks(self) -> Iterator[Chunk]:
+        return (chunk for layer in self._engine.layers for chunk in layer.trainable)

@@ -1,0 +1,141 @@
+"""`neox-lit`: train, evaluate and generate from a YAML file or the command line."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jsonargparse
+import torch
+from lightning.pytorch.cli import LightningCLI
+
+import lightning_zero3  # noqa: F401  registers strategy names, and its classes can be named in YAML
+from neox_lit.data import TextDataModule
+from neox_lit.errors import NeoXError
+from neox_lit.generate import Sampling
+from neox_lit.module import NeoXLightning
+
+
+def generate(
+    checkpoint: str,
+    prompt: str = "",
+    max_new_tokens: int | None = None,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 0.95,
+    seed: int = 0,
+    device: str | None = None,
+) -> None:
+    """Continue a text with a trained model and print prompt and continuation.
+
+    Args:
+        checkpoint: A full .ckpt file that `neox-lit fit` wrote.
+        prompt: Text to continue. Empty: begin a new document.
+        max_new_tokens: Most tokens to add. By default what fits into the model's `max_seq_len`.
+        temperature: Divides the logits; 0 takes the likeliest token always.
+        top_k: Choose among the k likeliest tokens only; 0 is no limit.
+        top_p: Choose among the likeliest tokens that together have this probability; 1 is no limit.
+        seed: The same seed gives the same text.
+        device: 'cpu', 'cuda', 'cuda:1', ... By default a GPU if there is one.
+    """
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    module = load_module(checkpoint, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    print(prompt + module.complete(prompt, max_new_tokens, sampling))
+
+
+def load_module(checkpoint: str, device: str = "cpu") -> NeoXLightning:
+    """The module of a full Lightning checkpoint, ready to generate.
+
+    Raises:
+        NeoXError: No such file, not a checkpoint, or one of something else.
+    """
+    path = Path(checkpoint)
+    if path.is_dir():
+        raise NeoXError(f"checkpoint {checkpoint!r} is a directory; a full checkpoint is one .ckpt file")
+    if not path.is_file():
+        raise NeoXError(f"checkpoint {checkpoint!r}: no such file (here: {Path.cwd()})")
+    try:
+        return NeoXLightning.load_from_checkpoint(path, map_location=device, weights_only=True).eval()
+    except NeoXError:
+        raise
+    except Exception as error:  # torch and pickle raise many kinds
+        raise NeoXError(f"checkpoint {checkpoint!r} is not one of NeoXLightning: {error}") from error
+
+
+class NeoXCLI(LightningCLI):
+    """LightningCLI, but what the user says about the model counts when there is a checkpoint too.
+
+    Lightning would replace every model option by the checkpoint's, `--model.lr` on a resumed run included. Here the
+    checkpoint gives the model's shape, and only if the user gives none.
+    """
+
+    def _parse_ckpt_path(self) -> None:
+        command = self.config.get("subcommand")
+        options = self.config[command]
+        path = options.get("ckpt_path")
+        if options.model.config is None and options.model.preset is None and path and Path(path).is_file():
+            checkpoint = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+            shape = checkpoint.get("hyper_parameters", {}).get("config")
+            self.config = self.parser.parse_object({command: {"model": {"config": shape}}}, self.config)
+
+
+# Warnings that ask for nothing a user of this command could do.
+_NOISE = (
+    r".*`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning's own call into torch
+    r".*does not have many workers",  # reading memory-mapped windows takes no time
+    r".*it is recommended to use `Trainer\(devices=1, num_nodes=1\)`",  # TextDataModule fills up with blank windows
+)
+
+# Commands beside LightningCLI's; each is a typed function whose docstring is its help.
+COMMANDS: dict[str, Callable[..., None]] = {"generate": generate}
+
+_DESCRIPTION = (
+    "GPT-NeoX on PyTorch Lightning with ZeRO stage 3. The commands below take --config FILE.yaml. Further commands, "
+    f"each with its own --help: {', '.join(COMMANDS)}."
+)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point of `neox-lit`. `args` are the command line's by default."""
+    arguments = list(sys.argv[1:] if args is None else args)
+    for message in _NOISE:
+        warnings.filterwarnings("ignore", message)
+    try:
+        if arguments and arguments[0] in COMMANDS:
+            name, *options = arguments
+            options = [_with_underscores(option) for option in options]
+            jsonargparse.auto_cli(COMMANDS[name], args=options, as_positional=False, prog=f"neox-lit {name}")
+        else:
+            NeoXCLI(
+                NeoXLightning,
+                TextDataModule,
+                seed_everything_default=42,
+                save_config_kwargs={"overwrite": True},
+                auto_configure_optimizers=False,
+                parser_kwargs={"prog": "neox-lit", "description": _DESCRIPTION},
+                args=args if args is None else arguments,
+            )
+    except ValueError as error:
+        ours = _ours(error)
+        if ours is None:
+            raise
+        sys.exit(f"neox-lit: error: {ours}")
+
+
+def _ours(error: BaseException | None) -> NeoXError | None:
+    """The `NeoXError` behind an exception; jsonargparse wraps those of dataclasses in its own."""
+    while error is not None and not isinstance(error, NeoXError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _with_underscores(argument: str) -> str:
+    """`--max-new-tokens=5` as `--max_new_tokens=5`, the way Lightning spells options; values stay as they are."""
+    name, equals, value = argument.partition("=")
+    return (name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name) + equals + value
+
+
+if __name__ == "__main__":
+    main()

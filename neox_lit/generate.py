@@ -1,0 +1,159 @@
+"""Text from a model: one token at a time, with a key/value cache.
+
+A model that is sharded over ranks gathers its layers in every forward, so all ranks must generate together: same
+prompts, same settings, same seed. They then take the same steps and get the same tokens, because a seed fixes the
+draw (made on the CPU, whatever the model runs on).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from neox_lit.cache import KVCache
+from neox_lit.config import NeoXConfig
+from neox_lit.errors import NeoXError
+from neox_lit.masks import document_mask
+
+
+class LanguageModel(Protocol):
+    """What `generate` needs: `NeoXModel` and `NeoXLightning` both are one."""
+
+    config: NeoXConfig
+    training: bool
+
+    def __call__(self, ids: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor: ...
+
+    def train(self, mode: bool = True) -> object: ...
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Args:
+        temperature: Divides the logits; 0 takes the likeliest token always (greedy).
+        top_k: Choose among the k likeliest tokens only; 0 is no limit.
+        top_p: Choose among the likeliest tokens that together have this probability, in (0, 1]; 1 is no limit.
+        seed: Of the draw. The same seed gives the same text.
+
+    Raises:
+        NeoXError: A value out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise NeoXError(f"temperature must be at least 0 (0 is greedy), got {self.temperature!r}")
+        if self.top_k < 0:
+            raise NeoXError(f"top_k must be at least 0 (0 is no limit), got {self.top_k!r}")
+        if not 0 < self.top_p <= 1:
+            raise NeoXError(f"top_p must be in (0, 1] (1 is no limit), got {self.top_p!r}")
+
+    def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+        """One token per row of `logits` `[batch, n_vocab]`, float32 on the CPU; `-inf` is never chosen.
+
+        Returns:
+            int64 `[batch]`.
+        """
+        if self.temperature == 0:
+            return logits.argmax(dim=-1)
+        logits, ids = (logits / self.temperature).sort(dim=-1, descending=True)
+        if self.top_k:
+            logits[:, self.top_k :] = float("-inf")
+        probabilities = logits.softmax(dim=-1)
+        # A token stays if those before it have not reached top_p yet: the first always stays.
+        probabilities[probabilities.cumsum(dim=-1) - probabilities >= self.top_p] = 0
+        return ids.gather(1, torch.multinomial(probabilities, 1, generator=generator))[:, 0]
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@torch.no_grad()
+def generate(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling = GREEDY,
+    *,
+    n_tokens: int | None = None,
+    stop_id: int | None = None,
+    device: torch.device | str | None = None,
+) -> list[list[int]]:
+    """Continue each prompt. Prompts of different lengths in one batch give what each would give alone.
+
+    Args:
+        model: Called with ids `[batch, n]` and a cache, returns logits `[batch, n, n_vocab]`. Put in eval mode
+            meanwhile.
+        prompts: Token ids, at least one each.
+        max_new_tokens: Most tokens to add to each prompt.
+        n_tokens: Size of the tokenizer. Ids from here to `n_vocab` are padding of the embedding and are never chosen.
+        stop_id: A sequence ends before this token (usually the end of text).
+        device: Where the model takes its input.
+
+    Returns:
+        The new tokens of each prompt, without `stop_id`.
+
+    Raises:
+        NeoXError: An empty prompt, an id outside the vocabulary, or more tokens than the model's `max_seq_len`.
+    """
+    config = model.config
+    _check(prompts, max_new_tokens, config)
+    longest = max(map(len, prompts), default=0)
+    if not prompts or max_new_tokens == 0:
+        return [[] for _ in prompts]
+
+    # Left-padded, so that every row's next token is in the last column. The padding is a document of its own:
+    # its tokens see each other (no empty softmax), and no token of a prompt sees them.
+    ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
+    documents = torch.tensor([[0] * (longest - len(p)) + [1] * (len(p) + max_new_tokens) for p in prompts])
+    ragged = any(len(p) < longest for p in prompts)
+    documents = documents.to(device)
+
+    generator = torch.Generator().manual_seed(sampling.seed)
+    cache = KVCache(config.n_layers, longest + max_new_tokens)
+    new: list[list[int]] = [[] for _ in prompts]
+    running = [True] * len(prompts)
+    was_training = model.training
+    model.train(False)
+    try:
+        while True:
+            n_total = cache.length + ids.shape[1]
+            mask = document_mask(documents[:, :n_total], ids.shape[1]) if ragged else None
+            logits = model(ids.to(device), cache, mask)[:, -1].float().cpu()
+            logits[:, config.n_vocab if n_tokens is None else n_tokens :] = float("-inf")
+            chosen = sampling.choose(logits, generator)
+            for row, token in enumerate(chosen.tolist()):
+                running[row] = running[row] and token != stop_id
+                if running[row]:
+                    new[row].append(token)
+            if n_total + 1 == longest + max_new_tokens or not any(running):
+                return new
+            ids = chosen[:, None]
+    finally:
+        model.train(was_training)
+
+
+def _check(prompts: Sequence[Sequence[int]], max_new_tokens: int, config: NeoXConfig) -> None:
+    if max_new_tokens < 0:
+        raise NeoXError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+    for i, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise NeoXError(f"prompt {i} has no token; begin with the end-of-text token to generate from nothing")
+        if len(prompt) + max_new_tokens > config.max_seq_len:
+            raise NeoXError(
+                f"prompt {i} has {len(prompt)} tokens, with max_new_tokens={max_new_tokens} that is more than the "
+                f"model's max_seq_len={config.max_seq_len}; shorten the prompt or ask for fewer tokens"
+            )
+        bad = [token for token in prompt if not 0 <= token < config.n_vocab]
+        if bad:
+            raise NeoXError(f"prompt {i} has token {bad[0]}, outside the model's vocabulary n_vocab={config.n_vocab}")

@@ -1,0 +1,137 @@
+"""The command line: help, configs, errors, and the quickstart as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from neox_lit import NeoXError
+from neox_lit.cli import load_module, main
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+
+
+@pytest.fixture
+def neox_lit(monkeypatch, capsys, tmp_path):
+    """Run the command in this process, in an empty directory; returns what it printed."""
+
+    def run(*arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["neox-lit", *map(str, arguments)])
+        try:
+            main()
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        return capsys.readouterr().out
+
+    monkeypatch.chdir(tmp_path)
+    return run
+
+
+def test_help_explains_commands_and_settings(neox_lit):
+    top = neox_lit("--help")
+    assert all(command in top for command in ("fit", "validate", "test", "predict", "generate"))
+    fit = neox_lit("fit", "--help")
+    assert "Peak learning rate" in fit
+    assert "Tokens per window" in fit
+    assert "Rows of the embedding" in neox_lit("fit", "--model.config.help")
+    assert "Most tokens to add" in neox_lit("generate", "--help")
+
+
+def test_print_config_gives_a_config_that_is_read_back(neox_lit, tmp_path):
+    printed = neox_lit("fit", "--config", QUICKSTART, "--model.lr", "0.5", "--print_config")
+    config = yaml.safe_load(printed)
+    assert config["model"]["lr"] == 0.5
+    assert config["trainer"]["strategy"]["class_path"] == "lightning_zero3.Zero3Strategy"
+    (tmp_path / "again.yaml").write_text(printed)
+    assert neox_lit("fit", "--config", "again.yaml", "--print_config") == printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model.config.n_heads", "5"], "NeoXConfig.n_heads must be a divisor of n_hidden=192, got 5"),
+        (["--model.preset", "pythia-14m"], "model.preset='pythia-14m' and model.config are both given"),
+        (["--model.lr", "0"], "model.lr must be positive, got 0.0"),
+        (["--data.source", "./nowhere.txt"], "data.source='./nowhere.txt': no such file"),
+    ],
+)
+def test_wrong_values_give_our_error(neox_lit, arguments, message):
+    with pytest.raises(SystemExit, match=f"neox-lit: error: {re.escape(message)}"):
+        neox_lit("fit", "--config", QUICKSTART, *arguments)
+
+
+def test_mistyped_keys_give_lightnings_error(neox_lit, capsys):
+    for arguments, message in (
+        (["--model.config.n_head", "5"], "Option 'n_head' is not accepted"),
+        (["--data.seqlen", "5"], "unrecognized arguments: --data.seqlen"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            neox_lit("fit", "--config", QUICKSTART, *arguments)
+        assert end.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def test_generate_from_a_checkpoint(neox_lit, trained):
+    arguments = ("generate", "--checkpoint", trained.checkpoint, "--prompt", "The", "--max-new-tokens", "8")
+    text = neox_lit(*arguments)
+    assert text.startswith("The")
+    assert len(text) > 6
+    assert neox_lit(*arguments) == text
+    with pytest.raises(SystemExit, match=r"error: prompt 0 has 1 tokens, with max_new_tokens=100 .* max_seq_len=64"):
+        neox_lit("generate", "--checkpoint", trained.checkpoint, "--prompt", "T", "--max-new-tokens", "100")
+
+
+def test_bad_checkpoints_are_named(tmp_path, trained):
+    with pytest.raises(NeoXError, match=r"none.ckpt': no such file"):
+        load_module(str(tmp_path / "none.ckpt"))
+    with pytest.raises(NeoXError, match="is a directory"):
+        load_module(str(tmp_path))
+    (tmp_path / "bad.ckpt").write_text("not a checkpoint")
+    with pytest.raises(NeoXError, match=r"bad.ckpt' is not one of NeoXLightning"):
+        load_module(str(tmp_path / "bad.ckpt"))
+    checkpoint = torch.load(trained.checkpoint, weights_only=True)
+    checkpoint["state_dict"] = {"other.weight": torch.zeros(1)}
+    torch.save(checkpoint, tmp_path / "other.ckpt")
+    with pytest.raises(NeoXError, match=r"(?s)other.ckpt' is not one of NeoXLightning: .*other.weight"):
+        load_module(str(tmp_path / "other.ckpt"))
+
+
+def test_a_checkpoint_gives_the_shape_and_the_user_the_rest(neox_lit, trained, tmp_path):
+    """Lightning's own rule would silently take every model option from the checkpoint."""
+    data = ("--data.vocab_size=512", "--data.seq_len=32", "--data.val_fraction=0.002")
+    where = ("--trainer.accelerator=cpu", "--trainer.devices=1", f"--trainer.default_root_dir={tmp_path}")
+    quiet = (
+        "--trainer.logger=CSVLogger",
+        f"--trainer.logger.save_dir={tmp_path}",
+        "--trainer.enable_progress_bar=false",
+    )
+    neox_lit(
+        "fit", *data, *where, *quiet, "--ckpt_path", trained.checkpoint, "--trainer.max_steps=61", "--model.lr=0.5"
+    )
+    config = yaml.safe_load(next(tmp_path.rglob("config.yaml")).read_text())
+    assert config["model"]["lr"] == 0.5
+    assert config["model"]["config"]["n_hidden"] == trained.module.config.n_hidden
+
+
+@pytest.mark.slow
+def test_quickstart_as_a_user_runs_it(neox_lit, tmp_path):
+    """Two processes under ZeRO-3: the table, the sample, the checkpoint, and text from it in one process."""
+    command = [sys.executable, "-m", "neox_lit", "fit", "--config", str(QUICKSTART), "--trainer.max_steps", "4"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "optimizer state" in done.stdout
+    assert "Sample after 4 steps:\nThe value of" in done.stdout
+    checkpoint = tmp_path / "runs" / "quickstart" / "checkpoints" / "last.ckpt"
+    assert neox_lit("generate", "--checkpoint", checkpoint, "--prompt", "The value of").startswith("The value of")

@@ -1,0 +1,97 @@
+"""Presets against published numbers; every wrong field is named."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from neox_lit import PRESETS, NeoXConfig, NeoXError, NeoXModel
+from tests.neox.helpers import tiny
+
+# Parameters of the released models: Biderman et al. 2023 (arXiv:2304.01373), table 1, and Black et al. 2022.
+PUBLISHED = {
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
+    "gpt-neox-20b": 20_554_567_680,
+}
+
+
+@pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
+def test_presets_have_the_published_number_of_parameters(name, parameters):
+    assert NeoXConfig.preset(name).n_parameters == parameters
+
+
+def test_defaults_are_the_20b_model():
+    assert NeoXConfig() == NeoXConfig.preset("gpt-neox-20b")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameter_count_is_that_of_the_model(tied):
+    config = tiny(tied_readout=tied, d_ff=100)
+    assert config.n_parameters == sum(p.numel() for p in NeoXModel(config).parameters())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_agree_with_the_original_yml(name, real_data):
+    file = name.removeprefix("pythia-").removeprefix("gpt-neox-").replace(".", "-").upper() + ".yml"
+    text = (real_data / "neox-configs" / file).read_text()
+    pairs = re.findall(r'^\s*["\']([\w-]+)["\']:\s*([^,#\n]+)', text, re.MULTILINE)
+    yml = {key.replace("-", "_"): value.strip() for key, value in pairs}
+    config = NeoXConfig.preset(name)
+    assert config.n_layers == int(yml["num_layers"])
+    assert config.n_hidden == int(yml["hidden_size"])
+    assert config.n_heads == int(yml["num_attention_heads"])
+    assert config.max_seq_len == int(yml["max_position_embeddings"])
+    assert config.rotary_pct == float(yml["rotary_pct"])
+    assert config.parallel_residual is (yml["gpt_j_residual"] == "true")
+    assert config.tied_readout is not (yml["no_weight_tying"] == "true")
+    assert config.n_vocab % (128 * int(yml["model_parallel_size"])) == 0
+    assert (config.gelu == "tanh") is (yml["bias_gelu_fusion"] == "true")
+    assert config.dropout == ast.literal_eval(yml["hidden_dropout"])
+    assert (config.init_std is None) is (yml.get("init_method", "normal").strip('"') == "small_init")
+
+
+def test_overrides_and_round_trip():
+    config = NeoXConfig.preset("pythia-70m", n_layers=2, gelu="exact")
+    assert (config.n_layers, config.n_hidden, config.gelu) == (2, 512, "exact")
+    assert NeoXConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n_vocab", 0),
+        ("n_hidden", -1),
+        ("n_layers", 1.5),
+        ("n_heads", 3),
+        ("max_seq_len", "64"),
+        ("d_ff", -2),
+        ("rotary_pct", 0.0),
+        ("rotary_pct", 1.5),
+        ("rotary_pct", 0.01),
+        ("rotary_base", float("nan")),
+        ("layer_norm_eps", 0.0),
+        ("gelu", "fast"),
+        ("parallel_residual", "yes"),
+        ("dropout", 1.0),
+        ("init_std", -0.1),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_value(field, value):
+    with pytest.raises(NeoXError, match=f"NeoXConfig.{field} .*got {re.escape(repr(value))}"):
+        tiny(**{field: value})
+
+
+def test_unknown_names_are_answered_with_the_known_ones():
+    with pytest.raises(NeoXError, match=r"'pythia-71m' is unknown.*pythia-70m"):
+        NeoXConfig.preset("pythia-71m")
+    with pytest.raises(NeoXError, match=r"no field 'n_head'.*n_heads"):
+        NeoXConfig.preset("pythia-70m", n_head=2)

@@ -1,0 +1,1 @@
+"""`Zero3Strategy` as Lightning sees it."""
