@@ -232,6 +232,8 @@ class Engine:
         """A layer's gradients are complete: start reducing them."""
         if not self._backward.advance(Event("reduce", layer.index)):
             self.comm.agree(f"reduction of layer {layer.name!r}")
+        while len(self._reductions) > _REDUCTIONS:
+            self._land(self._reductions.popleft())
         slot, flats = layer.grads.hand_over()
         self.comm.order_after("reduce")
         with self.comm.on_stream("reduce"):
