@@ -80,34 +80,33 @@ class StandIns:
         """Before gradients are used: do to the segments what was done to stand-ins.
 
         Raises:
-            Zero3Error: one was replaced by something else.
+            Zero3Error: one was replaced by something else. On every rank, whoever holds the parameter.
         """
         for chunk in self._chunks() if self._made else ():
-            for segment in chunk.segments:
-                gone = [i for i in segment.indices if self._is_gone(chunk, i)]
+            gone = {i for i, param in enumerate(chunk.params) if self._is_gone(chunk.names[i], param)}
+            for segment in chunk.segments if gone else ():
                 grad = segment.param.grad
-                if grad is None or not gone:
+                if grad is None:
                     continue
-                if len(gone) == len(segment.indices):
+                if all(i in gone and chunk.params[i].grad is None for i in segment.indices):
                     segment.param.grad = None
                     continue
                 lo = chunk.start + segment.lo
-                for span in (chunk.layout.spans[i] for i in gone):
+                for span in (chunk.layout.spans[i] for i in segment.indices if i in gone):
                     part = span.overlap(lo, chunk.start + segment.hi)
                     at = span.start + part.start - lo
                     grad[at : at + part.stop - part.start].zero_()
         for param, stand_in in self._made.items():
             stand_in.placed, stand_in.zeroed = param.grad is stand_in, False
 
-    def _is_gone(self, chunk: Chunk, index: int) -> bool:
-        param = chunk.params[index]
+    def _is_gone(self, name: str, param: nn.Parameter) -> bool:
         stand_in = self._made.get(param)
         if stand_in is None or not stand_in.placed:
             return False
         if param.grad is not None and param.grad is not stand_in:
             raise Zero3Error(
-                f"the gradient of parameter {chunk.names[index]!r} was replaced, but the real one is sharded over ranks. "
-                "Change the loss instead, or each rank's gradient by a hook (parameter.register_hook) before it is reduced."
+                f"the gradient of parameter {name!r} was replaced, but the real one is sharded over ranks. Change the "
+                "loss instead, or each rank's gradient by a hook (parameter.register_hook) before it is reduced."
             )
         return param.grad is None or stand_in.zeroed
 

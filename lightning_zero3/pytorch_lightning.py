@@ -1,4 +1,7 @@
-"""`Zero3Strategy` for those who `import pytorch_lightning`: the same strategy over the other package's classes."""
+"""`Zero3Strategy` for those who `import pytorch_lightning`: the same strategy over the other package's classes.
+
+`strategy="zero3"` works there after `import lightning_zero3`, too; this module is for its arguments.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from pytorch_lightning.strategies import StrategyRegistry
 from pytorch_lightning.strategies.parallel import ParallelStrategy
 
 from lightning_zero3.precision import Zero3PrecisionMixin
-from lightning_zero3.strategy import Zero3StrategyMixin, register_strategies
+from lightning_zero3.registry import register_strategies
+from lightning_zero3.strategy import Zero3StrategyMixin
 
 __all__ = ["Zero3Precision", "Zero3Strategy"]
 

@@ -27,13 +27,12 @@ from lightning_zero3.errors import Zero3Error
 from lightning_zero3.evenly import EvenSteps, evaluation_batches, training_batches
 from lightning_zero3.optim import ShardedOptimizers
 from lightning_zero3.precision import PRECISIONS, Zero3PrecisionMixin
+from lightning_zero3.registry import register_strategies, register_with_pytorch_lightning
 from lightning_zero3.report import Report
 from lightning_zero3.shard import engine_of, full_state_dict, load_full_state_dict, shard_module, unshard_module
 from lightning_zero3.wrap import AutoWrapPolicy
 
-__all__ = ["Zero3Strategy", "Zero3StrategyMixin", "register_strategies"]
-
-_START_METHODS = {"zero3": "popen", "zero3_spawn": "spawn", "zero3_fork": "fork", "zero3_notebook": "fork"}
+__all__ = ["Zero3Strategy", "Zero3StrategyMixin"]
 
 _LAST_WORDS = timedelta(seconds=15)  # how long a failing rank waits for the others before it gives up saving
 
@@ -404,17 +403,9 @@ class Zero3StrategyMixin:
         register_strategies(cls, strategy_registry)
 
 
-def register_strategies(cls: type, registry: Any) -> None:
-    """Make `strategy="zero3"` and its siblings known to one of Lightning's registries."""
-    for name, start_method in _START_METHODS.items():
-        if name not in registry:
-            registry.register(
-                name, cls, description=f"ZeRO stage 3, processes by {start_method}", start_method=start_method
-            )
-
-
 class Zero3Strategy(Zero3StrategyMixin, ParallelStrategy):
     __doc__ = Zero3StrategyMixin.__doc__
 
 
 register_strategies(Zero3Strategy, StrategyRegistry)
+register_with_pytorch_lightning()

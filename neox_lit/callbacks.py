@@ -51,7 +51,7 @@ class SampleText(Callback):
         if pl_module.tokenizer is None:
             raise NeoXError("SampleText needs a tokenizer; train on a TextDataModule or set module.tokenizer")
         n_prompt, limit = len(pl_module.tokenizer.encode(self.prompt)), pl_module.config.max_seq_len
-        if n_prompt + (self.max_new_tokens or 1) > limit:
+        if max(n_prompt, 1) + (self.max_new_tokens or 1) > limit:
             raise NeoXError(
                 f"SampleText.prompt has {n_prompt} tokens, with max_new_tokens={self.max_new_tokens} that is more than "
                 f"the model's max_seq_len={limit}"

@@ -46,7 +46,7 @@ def test_resuming_goes_on_where_it_stopped(trained, cache, tmp_path):
     module = NeoXLightning(trained.module.config, lr=1e-2, warmup_steps=5)
     trainer = quiet(max_steps=62, default_root_dir=tmp_path)
     data = TextDataModule(seq_len=32, batch_size=8, vocab_size=512, val_fraction=0.002)
-    trainer.fit(module, data, ckpt_path=trained.checkpoint, weights_only=True)
+    trainer.fit(module, data, ckpt_path=trained.checkpoint)
     assert trainer.global_step == 62
     assert trainer.callback_metrics["train_loss"].item() < trained.last_loss + 0.5
 

@@ -1,0 +1,1 @@
+"""Programs that the tests of launchers start in processes of their own."""
