@@ -83,6 +83,8 @@ class Chunk:
         self.dtype = self.params[0].dtype
         self.compute_dtype = policy.param_dtype if policy.param_dtype and trainable else self.dtype
         self.reduce_dtype = policy.reduce_dtype or self.dtype
+        # The mean is the sum times 1/N: on this rank's part afterwards, 1/N of the work, unless a sum could overflow.
+        self.scales_early = self.reduce_dtype is torch.float16
         self.layout = Layout.of(named)
         self.size = self.layout.chunk_size(comm.world_size)
         self.total = self.size * comm.world_size  # elements of the padded flat space
@@ -173,17 +175,17 @@ class Chunk:
         return self.size * self.dtype.itemsize if self.trainable else 0
 
     @torch.no_grad()
-    def add_grad(self, part: Tensor, keep: bool) -> None:
-        """Add this rank's part of a reduced gradient, `[size]`, to the segments' gradients.
+    def add_grad(self, part: Tensor, scale: float, keep: bool) -> None:
+        """Add this rank's part of a reduced gradient, `[size]`, times `scale`, to the segments' gradients.
 
         `keep`: they may keep `part` itself. Otherwise its memory serves others; segments without a gradient get copies,
         so that `zero_grad(set_to_none=True)` frees what it seems to free.
         """
         for segment in self.segments:
-            if not segment.param.requires_grad:  # another optimizer's, switched off by `toggle_optimizer`
-                continue
             piece = part[segment.lo : segment.hi]
             if segment.param.grad is not None:
-                segment.param.grad.add_(piece)
+                segment.param.grad.add_(piece, alpha=scale)
+            elif keep and piece.dtype == self.dtype:
+                segment.param.grad = piece
             else:
-                segment.param.grad = piece if keep and piece.dtype == self.dtype else piece.to(self.dtype, copy=True)
+                segment.param.grad = torch.mul(piece.to(self.dtype), scale)

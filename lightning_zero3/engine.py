@@ -40,7 +40,7 @@ class Reduction(NamedTuple):
     pending: Pending
     layer: Zero3Layer
     slot: Slot | None
-    flats: list[Tensor]  # per trainable chunk [total]: summed local gradient / world size; then own part: the mean
+    flats: list[Tensor]  # per trainable chunk [total]: this rank's gradient; then, in its own part, the sum over ranks
 
 
 class Engine:
@@ -247,8 +247,10 @@ class Engine:
     def _land(self, reduction: Reduction) -> None:
         """Add a reduced gradient to the chunks' gradients and give the slot back."""
         self.comm.wait(reduction.pending)
+        alone = self.comm.world_size == 1
         for chunk, flat in zip(reduction.layer.trainable, reduction.flats, strict=True):
-            chunk.add_grad(self.comm.own(flat), keep=self.comm.world_size == 1 and reduction.slot is None)
+            scale = 1.0 if chunk.scales_early else 1.0 / self.comm.world_size
+            chunk.add_grad(self.comm.own(flat), scale, keep=alone)
         if reduction.slot is not None:
             self.pool.give(reduction.slot)
 

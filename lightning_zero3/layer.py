@@ -420,7 +420,7 @@ class _Gradients:
         self._all = {(place, i) for place, c in enumerate(layer.trainable) for i in range(len(c.params))}
         self._views: dict[int, tuple[list[Tensor], list[list[Tensor]]]] = {}  # slot -> flats, and their parameters
         self._gaps = [list(c.layout.gaps(c.total)) for c in layer.trainable]
-        self._scale = 1.0 / layer.engine.comm.world_size
+        self._world_size = layer.engine.comm.world_size
         self._reset()
 
     def _reset(self) -> None:
@@ -434,11 +434,10 @@ class _Gradients:
         return self._into is not None
 
     def put(self, place: int, index: int, grad: Tensor) -> None:
-        """Take in one parameter's gradient, divided by the world size."""
+        """Take in one parameter's gradient."""
         if self._is_flat(grad):
             self._layer.engine.touch()
-            flat = grad.mul_(self._scale).as_strided((grad.numel(),), (1,))
-            self._into = ([flat], [[grad]])
+            self._into = ([grad.as_strided((grad.numel(),), (1,))], [[grad]])
             self.missing.clear()
             return
         if self._into is None:
@@ -447,12 +446,10 @@ class _Gradients:
         target = self._into[1][place][index]
         if grad.is_sparse:
             grad = grad.to_dense()
-        if grad.dtype == target.dtype and self._scale != 1.0:
-            torch.mul(grad, self._scale, out=target)
+        if self._layer.trainable[place].scales_early:
+            torch.mul(grad, 1.0 / self._world_size, out=target)
         else:
             target.copy_(grad)
-            if self._scale != 1.0:
-                target.mul_(self._scale)
         self.missing.discard((place, index))
 
     def _is_flat(self, grad: Tensor) -> bool:
@@ -460,8 +457,10 @@ class _Gradients:
 
         So it is for the largest parameters there are, embeddings and readouts.
         """
-        if len(self._all) != 1 or self._scale == 1.0:
+        if len(self._all) != 1 or self._world_size == 1 or self._layer.trainable[0].scales_early:
             return False
+        if grad.is_cuda:
+            return False  # autograd's memory, on another stream: freed before the reduction has read it
         chunk = self._layer.trainable[0]
         return (
             chunk.total == grad.numel()
