@@ -406,8 +406,8 @@ def conditions(s: Settings, rounds: int, others: float) -> str:
         f"{datetime.date.today():%Y-%m-%d}, {cpu}, {os.cpu_count()} cores, torch {torch.__version__}, "
         f"Python {platform.python_version()}; {s.world} ranks of {s.threads} thread(s), {s.batch} x {s.seq_len} tokens "
         f"each, {s.n_layers} layers of {s.n_hidden}, vocabulary {s.n_vocab:,}, AdamW ({s.optimizer}), float32, "
-        f"{through}; medians of {rounds} rounds of {s.steps} steps after {s.warmup}. Other processes took "
-        f"{others:.0%} of the machine meanwhile."
+        f"{through}; medians of {rounds} round{'s' * (rounds > 1)} of {s.steps} steps after {s.warmup}. "
+        f"Other processes took {others:.0%} of the machine meanwhile."
     )
 
 

@@ -244,7 +244,10 @@ class Communicator:
         if self.world_size == 1:
             return
         try:
-            dist.monitored_barrier(group=self._groups.control, timeout=timeout or self._timeout, wait_all_ranks=True)
+            if timeout is None:
+                dist.monitored_barrier(group=self._groups.control, timeout=self._timeout, wait_all_ranks=True)
+            else:  # a monitored barrier names who is missing, but observes a timeout of its own on the first rank only
+                dist.barrier(group=self._groups.control, async_op=True).wait(timeout)
         except RuntimeError as error:
             raise Zero3Error(
                 f"{what} must be called on every rank, but not all of {self.world_size} came "
