@@ -31,20 +31,20 @@ class ShardedGrad(Tensor):
     def __new__(cls, param: Tensor) -> ShardedGrad:
         return Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (torch.ops.aten.detach.default, torch.ops.aten.zero_.default):
             args[0].zeroed = args[0].zeroed or func is torch.ops.aten.zero_.default
             return args[0]
         raise Zero3Error(
-            f"{func} on a parameter's gradient, which is sharded over ranks. To clip: Trainer(gradient_clip_val=...), or "
-            "self.clip_gradients(optimizer, ...) in manual optimization. Norms: self.trainer.strategy.grad_norms(). For "
-            "backward in manual optimization: self.manual_backward(loss), not loss.backward()."
+            f"{func} on a parameter's gradient, which is sharded over ranks. To clip: Trainer(gradient_clip_val=...), "
+            "or self.clip_gradients(optimizer, ...) in manual optimization. Norms: self.trainer.strategy.grad_norms(). "
+            "For backward in manual optimization: self.manual_backward(loss), not loss.backward()."
         )
 
-    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"ShardedGrad({list(self.shape)}, {self.dtype})"
 
 

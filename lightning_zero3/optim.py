@@ -1,8 +1,8 @@
 """Optimizers over segments, and their state as plain PyTorch would have it.
 
-`configure_optimizers` runs unmodified, on the real parameters. Afterwards each parameter group's parameters are replaced
-by segments: views of the chunks, one for each unbroken run of the group's parameters in a layer. Whatever an optimizer
-does element by element it then does to this rank's part of the model, and no more.
+`configure_optimizers` runs unmodified, on the real parameters. Afterwards each parameter group's parameters are
+replaced by segments: views of the chunks, one for each unbroken run of the group's parameters in a layer. Whatever an
+optimizer does element by element it then does to this rank's part of the model, and no more.
 
 In a checkpoint the state is per parameter again, in full shape, under the numbers that plain PyTorch gives parameters,
 so that it can be resumed under any strategy.
@@ -82,8 +82,8 @@ class ShardedOptimizers:
         for optimizer in optimizers:
             for name in (c.__name__ for c in type(optimizer).__mro__ if c.__name__ in _NOT_ELEMENTWISE):
                 raise Zero3Error(
-                    f"{name} cannot run on shards: {_NOT_ELEMENTWISE[name]}, and each rank has only a part of them. Use an "
-                    "optimizer that works element by element (SGD, Adam, AdamW, RMSprop, Adagrad, ...)."
+                    f"{name} cannot run on shards: {_NOT_ELEMENTWISE[name]}, and each rank has only a part of them. "
+                    "Use an optimizer that works element by element (SGD, Adam, AdamW, RMSprop, Adagrad, ...)."
                 )
             groups = []
             for group in optimizer.param_groups:
@@ -119,8 +119,8 @@ class ShardedOptimizers:
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if len(optimizer.param_groups) != len(self._groups[optimizer]):
             raise Zero3Error(
-                f"a parameter group was added to {type(optimizer).__name__} after set-up, when its parameters had become "
-                "shards. Return all groups from configure_optimizers; the learning rate of one may be 0 for a while."
+                f"a parameter group was added to {type(optimizer).__name__} after set-up, when its parameters had "
+                "become shards. Return all groups from configure_optimizers; the learning rate of one may be 0 for a while."
             )
         self._stand_ins.settle()
 
@@ -132,8 +132,8 @@ class ShardedOptimizers:
                 for key, value in optimizer.state.get(segment, {}).items():
                     if isinstance(value, Tensor) and value.shape != segment.shape and value.numel() > 1:
                         raise Zero3Error(
-                            f"{type(optimizer).__name__} keeps {key!r} of shape {list(value.shape)} for {segment.numel()} "
-                            "elements: it does not work element by element, so it cannot run on shards"
+                            f"{type(optimizer).__name__} keeps {key!r} of shape {list(value.shape)} for "
+                            f"{segment.numel()} elements: it does not work element by element, so it cannot run on shards"
                         )
 
     def _check_frozen(self) -> None:
@@ -237,7 +237,7 @@ class ShardedOptimizers:
             first += len(numbers)
             param_groups.append({**{k: v for k, v in param_group.items() if k != "params"}, "params": numbers})
 
-        # What each rank's segments hold, by parameter: dtypes of what has an element per parameter element, and the rest.
+        # What each rank's segments hold, by parameter: the dtype of what is per element, and all else as it is.
         held: dict[int, dict[str, Any]] = {}
         for group in self._groups[optimizer]:
             for chunk, run in group.runs:
@@ -313,9 +313,9 @@ class ShardedOptimizers:
             for chunk, run in group.runs:
                 members.setdefault(chunk, []).extend(run)
             for chunk, indices in members.items():
-                for run in chunk.layout.runs(indices):
-                    part = [run[0]]
-                    for index in run[1:]:
+                for unbroken in chunk.layout.runs(indices):
+                    part = [unbroken[0]]
+                    for index in unbroken[1:]:
                         if signature(chunk, index) != signature(chunk, part[-1]):
                             runs.append((chunk, tuple(part)))
                             part = []

@@ -34,8 +34,8 @@ PRECISIONS = {
 class Zero3PrecisionMixin:
     """Precision plugin of `Zero3Strategy`, whatever plugin Lightning made for the same `precision`.
 
-    True precisions keep chunks, gradients and optimizer state in their dtype. In mixed precision the chunk is the float32
-    master: it is cast once per fetch and travels in the compute dtype; gradients reduce and land in float32; autocast
+    True precisions keep chunks, gradients and optimizer state in their dtype. In mixed precision the chunk is the
+    float32 master: it is cast once per fetch and travels in the compute dtype; gradients reduce and land in float32; autocast
     chooses the dtype of operations as it does under DDP.
 
     Args:
@@ -101,7 +101,8 @@ class Zero3PrecisionMixin:
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        assert self.engine is not None and self.optimizers is not None
+        assert self.engine is not None
+        assert self.optimizers is not None
         self.optimizers.before_backward()
         with self.engine.backward_scope():  # gradients are complete, on all ranks, when on_after_backward runs
             super().backward(tensor, model, optimizer, *args, **kwargs)  # type: ignore[misc]

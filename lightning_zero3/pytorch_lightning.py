@@ -16,11 +16,11 @@ from lightning_zero3.strategy import Zero3StrategyMixin
 __all__ = ["Zero3Precision", "Zero3Strategy"]
 
 
-class Zero3Precision(Zero3PrecisionMixin, Precision):
+class Zero3Precision(Zero3PrecisionMixin, Precision):  # type: ignore[misc]
     """`Zero3PrecisionMixin` for `pytorch_lightning`."""
 
 
-class Zero3Strategy(Zero3StrategyMixin, ParallelStrategy):
+class Zero3Strategy(Zero3StrategyMixin, ParallelStrategy):  # type: ignore[misc]
     __doc__ = Zero3StrategyMixin.__doc__
     _pl = "pytorch_lightning"
     _fabric = "lightning_fabric"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -37,11 +37,17 @@ __all__ = ["Zero3Strategy", "Zero3StrategyMixin"]
 _LAST_WORDS = timedelta(seconds=15)  # how long a failing rank waits for the others before it gives up saving
 
 
-class Zero3Precision(Zero3PrecisionMixin, Precision):
+class Zero3Precision(Zero3PrecisionMixin, Precision):  # type: ignore[misc]
     """`Zero3PrecisionMixin` for `lightning.pytorch`."""
 
 
-class Zero3StrategyMixin:
+if TYPE_CHECKING:
+    from typing import Any as _Base  # it has ParallelStrategy's attributes, of one home or the other
+else:
+    _Base = object
+
+
+class Zero3StrategyMixin(_Base):
     """ZeRO stage 3: parameters, gradients and optimizer state sharded over all ranks.
 
     Mathematically DDP; in memory 1/N of the model per rank, plus the slots that layers take turns in.
@@ -172,8 +178,8 @@ class Zero3StrategyMixin:
         world_size = torch.distributed.get_world_size()
         if world_size != expected:
             raise Zero3Error(
-                f"Trainer(devices={self.num_processes}, num_nodes={self.num_nodes}) makes {expected} processes, but the "
-                f"process group has {world_size}. Set devices and num_nodes to what torchrun or SLURM started."
+                f"Trainer(devices={self.num_processes}, num_nodes={self.num_nodes}) makes {expected} processes, but "
+                f"the process group has {world_size}. Set devices and num_nodes to what torchrun or SLURM started."
             )
 
     # -- precision ----------------------------------------------------------------------------------------------------
@@ -186,6 +192,7 @@ class Zero3StrategyMixin:
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
+        self._precision_plugin: Any
         # The Trainer hands custom strategies the plain plugins; what they ask for is ours to do.
         if plugin is not None and not isinstance(plugin, Zero3PrecisionMixin):
             known = type(plugin).__name__ in ("Precision", "HalfPrecision", "DoublePrecision", "MixedPrecision")
@@ -360,7 +367,7 @@ class Zero3StrategyMixin:
         self._failed = True
 
     def teardown(self) -> None:
-        """The module stays sharded and usable where its processes live on. Processes that end hand back full weights."""
+        """Where processes live on, the module stays sharded and usable. Processes that end hand back full weights."""
         if self._sharded_optimizers is not None:
             self._sharded_optimizers.release()
         if self._start_method != "popen" and self._engine is not None and not self._failed:

@@ -20,7 +20,9 @@ class Norms(nn.Module):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(n, 15), nn.BatchNorm1d(15), nn.Tanh()) for n in (7, 15)))
+            self.blocks = nn.Sequential(
+                *(nn.Sequential(nn.Linear(n, 15), nn.BatchNorm1d(15), nn.Tanh()) for n in (7, 15))
+            )
             self.norm = nn.BatchNorm1d(15, affine=False)
             self.head = nn.Linear(15, 3)
         self.norm.running_mean += dist.get_rank() if own_mean else 0

@@ -97,7 +97,9 @@ def test_early_stopping_plateau_and_rate_monitor_decide_as_under_ddp(tmp_path):
         t = trainer(strategy(), max_epochs=20, callbacks=[stop, rates], logger=logger, log_every_n_steps=1)
         module = Measured(plateau)
         t.fit(module, loader(pairs()), loader(pairs(seed=1)))
-        results.append([stop.stopped_epoch, stop.best_score, t.global_step, rates.lrs, t.optimizers[0].param_groups[0]["lr"]])
+        results.append(
+            [stop.stopped_epoch, stop.best_score, t.global_step, rates.lrs, t.optimizers[0].param_groups[0]["lr"]]
+        )
     assert_same(results[0], results[1], rtol=1e-4)
     assert 0 < results[0][0] < 19
     assert results[0][-1] < 0.5

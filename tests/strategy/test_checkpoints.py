@@ -1,4 +1,4 @@
-"""Full checkpoints are those of "ddp": the same file, resumed by any strategy at any number of ranks; L1, L2, L7 to L9, L12."""
+"""Full checkpoints are those of "ddp", resumed by any strategy at any number of ranks; L1, L2, L7 to L9, L12."""
 
 import itertools
 from dataclasses import dataclass
@@ -83,7 +83,10 @@ def test_the_file_is_exactly_ddps(tmp_path, make_optimizer, precision):
     assert layout(ours) == layout(ddp)
     tolerance = {"32-true": 1e-5}.get(precision, 0.05)
     assert_same(ours, ddp, rtol=tolerance, atol=tolerance * 0.1)
-    tensors = [*ours["state_dict"].values(), *(v for s in ours["optimizer_states"][0]["state"].values() for v in s.values())]
+    tensors = [
+        *ours["state_dict"].values(),
+        *(v for s in ours["optimizer_states"][0]["state"].values() for v in s.values()),
+    ]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     assert len(storages) == len(tensors)  # nothing is shared: a common step count would count once per parameter
     assert sum(storages.values()) == sum(t.nbytes for t in tensors)  # nor a view of something larger
@@ -277,7 +280,10 @@ def test_a_checkpoint_of_another_optimizer_or_model_is_an_error(tmp_path):
         with pytest.raises(AssertionError, match=match):
             run(train, 2, "zero3", 2, None, path, **options)
 
-    fails("AdamW has parameter groups of .* this one of .*configure_optimizers or the model has changed", make_optimizer=one_group)
+    fails(
+        "AdamW has parameter groups of .* this one of .*configure_optimizers or the model has changed",
+        make_optimizer=one_group,
+    )
     fails("the checkpoint has 1 optimizers, configure_optimizers returned 2", make_optimizer=two, make_task=Manual)
 
 
@@ -302,7 +308,9 @@ def test_only_the_first_rank_holds_and_writes_the_whole_model(tmp_path):
     t = trainer(zero3(), max_epochs=1)
     t.fit(module, common_batches())
     checkpoint = t._checkpoint_connector.dump_checkpoint()
-    tensors = list(itertools.chain(checkpoint["state_dict"].values(), checkpoint["optimizer_states"][0]["state"].values()))
+    tensors = list(
+        itertools.chain(checkpoint["state_dict"].values(), checkpoint["optimizer_states"][0]["state"].values())
+    )
     assert bool(tensors) == (dist.get_rank() == 0)
     assert checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] == 1e-2
 

@@ -108,7 +108,10 @@ OPTIMIZERS = {
     "subclass": (lambda net: OwnLBFGS(net.parameters()), "LBFGS cannot run on shards"),
     "Adafactor": (lambda net: torch.optim.Adafactor(net.parameters()), "Adafactor cannot run on shards: it factors"),
     "SparseAdam": (lambda net: torch.optim.SparseAdam(list(net.parameters())), "SparseAdam cannot run on shards"),
-    "unknown": (lambda net: Factored(net.parameters()), "Factored keeps 'row' of shape .3. .* not work element by element"),
+    "unknown": (
+        lambda net: Factored(net.parameters()),
+        "Factored keeps 'row' of shape .3. .* not work element by element",
+    ),
 }
 if hasattr(torch.optim, "Muon"):
     OPTIMIZERS["Muon"] = (
@@ -209,7 +212,9 @@ def test_state_dicts_of_a_sharded_module_are_errors_that_name_the_way():
     module = mlp_task()
     fit(module)
     for call in (module.state_dict, module.net.blocks[0].state_dict, lambda: module.load_state_dict({}, strict=False)):
-        with pytest.raises(Zero3Error, match=r"state_dict\(\) of .* while its parameters are sharded. Use full_state_dict"):
+        with pytest.raises(
+            Zero3Error, match=r"state_dict\(\) of .* while its parameters are sharded. Use full_state_dict"
+        ):
             call()
     with gather_parameters(module):
         assert len(module.state_dict()) == 13

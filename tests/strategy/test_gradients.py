@@ -129,9 +129,7 @@ class Norms(Task):
 
     def on_before_optimizer_step(self, optimizer):
         ours = hasattr(self.trainer.strategy, "grad_norms")
-        self.norms.append(
-            self.trainer.strategy.grad_norms(self.norm_type) if ours else grad_norm(self, self.norm_type)
-        )
+        self.norms.append(self.trainer.strategy.grad_norms(self.norm_type) if ours else grad_norm(self, self.norm_type))
 
 
 @pytest.mark.parametrize("norm_type", [1, 2.0, "inf"])

@@ -1,4 +1,4 @@
-"""Real processes, started every way that Lightning has: scripts, torchrun, spawn, a notebook, LightningCLI; L14, L18, L19."""
+"""Real processes, started every way Lightning has: scripts, torchrun, spawn, notebooks, LightningCLI; L14, L18, L19."""
 
 import os
 import subprocess
@@ -50,7 +50,8 @@ def test_a_script_trains_and_goes_on_in_a_second_trainer(tmp_path, program, stra
     assert_same(torch.load(tmp_path / "result.pt"), run(ddp, 2)[0], rtol=1e-4)
 
 
-NOTEBOOK = """
+NOTEBOOK = (
+    """
 import torch, lightning_zero3
 from lightning.pytorch import Trainer
 from tests.strategy.scripts.fit import Small
@@ -59,15 +60,18 @@ from tests.harness.models import Pairs
 module, kept = Small(), []
 data = torch.utils.data.DataLoader(Pairs(32, 7), batch_size=16)
 options = dict(accelerator="cpu", devices=2, max_epochs=2, logger=False, enable_checkpointing=False)
-""", """
+""",
+    """
 for _ in range(2):
     trainer = Trainer(strategy="zero3_notebook", **options)
     trainer.fit(module, data, data)
     kept.append({"loss": trainer.callback_metrics["val_loss"], "weights": {k: v.clone() for k, v in module.state_dict().items()}})
-""", """
+""",
+    """
 scores = Trainer(strategy="zero3_notebook", **options).validate(module, data, verbose=False)
 torch.save([kept, scores, module(torch.ones(1, 7)) if hasattr(module.net, "no") else module.net(torch.ones(1, 7)).detach()], RESULT)
-"""
+""",
+)
 
 
 def test_a_jupyter_kernel_has_the_trained_weights_afterwards(tmp_path, monkeypatch):

@@ -26,7 +26,9 @@ def pairs(n: int = 400):
 def with_schedule(net: nn.Module) -> dict:
     optimizer = adamw(net)
     for group in optimizer.param_groups:
-        group["eps"] = 1e-4  # or the first steps of Adam turn rounding in a gradient of zero (key biases) into a step of lr
+        group["eps"] = (
+            1e-4  # or the first steps of Adam turn rounding in a gradient of zero (key biases) into a step of lr
+        )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=10)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

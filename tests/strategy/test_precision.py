@@ -12,7 +12,7 @@ from tests.harness.models import Pairs, Task, loader
 from tests.harness.oracles import fit
 from tests.strategy.runs import make_mlp, mlp_task, same_run, zero3
 
-# In true half precision, rounding is not the same in a flat chunk's update as in a parameter's own: allow two roundings.
+# In true half precision a flat chunk's update rounds differently from a parameter's own: allow two roundings.
 TRUE = {"32-true": (1e-5, 1e-6), "64-true": (1e-12, 1e-12), "bf16-true": (2**-6, 2**-8), "16-true": (2**-9, 2**-10)}
 DTYPES = {"32-true": torch.float32, "64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 

@@ -86,7 +86,7 @@ def test_before_a_step_there_is_no_optimizer_state_yet():
 
 
 @distributed(world=2)
-def test_the_callback_prints_the_table_once_and_is_silent_elsewhere(capsys=None):
+def test_the_callback_prints_the_table_once_and_is_silent_elsewhere():
     printed = []
     for strategy in (zero3(), "ddp"):
         callback = MemoryReport()
@@ -94,7 +94,13 @@ def test_the_callback_prints_the_table_once_and_is_silent_elsewhere(capsys=None)
         trainer(strategy, max_steps=2, callbacks=[callback]).fit(mlp_task(), loader(Pairs(64, 7)))
     (text,) = printed
     assert "ZeRO-3 on 2 ranks: 779 parameters" in text or re.match(r"ZeRO-3 on 2 ranks: \d+ parameters", text)
-    assert [line.split()[0] for line in text.splitlines()[2:]] == ["parameters", "gradients", "optimizer", "gathered", "total"]
+    assert [line.split()[0] for line in text.splitlines()[2:]] == [
+        "parameters",
+        "gradients",
+        "optimizer",
+        "gathered",
+        "total",
+    ]
     assert dist.get_world_size() == 2
 
 
