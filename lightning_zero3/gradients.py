@@ -44,7 +44,7 @@ class ShardedGrad(Tensor):
             "For backward in manual optimization: self.manual_backward(loss), not loss.backward()."
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGrad({list(self.shape)}, {self.dtype})"
 
 

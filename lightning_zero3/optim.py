@@ -120,7 +120,7 @@ class ShardedOptimizers:
         if len(optimizer.param_groups) != len(self._groups[optimizer]):
             raise Zero3Error(
                 f"a parameter group was added to {type(optimizer).__name__} after set-up, when its parameters had "
-                "become shards. Return all groups from configure_optimizers; the learning rate of one may be 0 for a while."
+                "become shards. Return all groups from configure_optimizers; one's learning rate may be 0 for a while."
             )
         self._stand_ins.settle()
 
@@ -133,7 +133,7 @@ class ShardedOptimizers:
                     if isinstance(value, Tensor) and value.shape != segment.shape and value.numel() > 1:
                         raise Zero3Error(
                             f"{type(optimizer).__name__} keeps {key!r} of shape {list(value.shape)} for "
-                            f"{segment.numel()} elements: it does not work element by element, so it cannot run on shards"
+                            f"{segment.numel()} elements: it does not work element by element, so not on shards"
                         )
 
     def _check_frozen(self) -> None:

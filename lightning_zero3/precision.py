@@ -35,8 +35,8 @@ class Zero3PrecisionMixin:
     """Precision plugin of `Zero3Strategy`, whatever plugin Lightning made for the same `precision`.
 
     True precisions keep chunks, gradients and optimizer state in their dtype. In mixed precision the chunk is the
-    float32 master: it is cast once per fetch and travels in the compute dtype; gradients reduce and land in float32; autocast
-    chooses the dtype of operations as it does under DDP.
+    float32 master: it is cast once per fetch and travels in the compute dtype; gradients reduce and land in float32;
+    autocast chooses the dtype of operations as it does under DDP.
 
     Args:
         precision: one of `PRECISIONS`.

@@ -17,8 +17,8 @@ class Report:
     """Bytes on this rank. Each pair is (ZeRO-3, DDP).
 
     Model states take (2 + 2 + K) * Psi / N bytes per rank in 16-bit mixed precision, K = 12 for Adam with float32
-    copies (arXiv:1910.02054, section 3.1 and 5.3); in float32 throughout (4 + 4 + 8) * Psi / N. DDP's figures are those of the
-    same dtypes without the division by N.
+    copies (arXiv:1910.02054, section 3.1 and 5.3); in float32 throughout (4 + 4 + 8) * Psi / N. DDP's figures are
+    those of the same dtypes without the division by N.
     """
 
     world_size: int

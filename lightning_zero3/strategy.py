@@ -76,6 +76,8 @@ class Zero3StrategyMixin(_Base):
     _pl = "lightning.pytorch"
     _fabric = "lightning.fabric"
     _precision_class: type = Zero3Precision
+    _precision_plugin: Any
+    model: Any
 
     def __init__(
         self,
@@ -192,7 +194,6 @@ class Zero3StrategyMixin(_Base):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        self._precision_plugin: Any
         # The Trainer hands custom strategies the plain plugins; what they ask for is ours to do.
         if plugin is not None and not isinstance(plugin, Zero3PrecisionMixin):
             known = type(plugin).__name__ in ("Precision", "HalfPrecision", "DoublePrecision", "MixedPrecision")

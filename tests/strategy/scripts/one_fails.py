@@ -1,4 +1,4 @@
-"""A rank raises alone in `training_step`: `python one_fails.py RANK`."""
+"""A rank raises alone in `training_step`: `python one_fails.py RANK CALLBACK DIRECTORY`."""
 
 import sys
 
@@ -23,6 +23,7 @@ if __name__ == "__main__":
         devices=2,
         max_epochs=1,
         logger=False,
-        callbacks=[OnExceptionCheckpoint(sys.argv[2])],
+        callbacks=[OnExceptionCheckpoint(sys.argv[3])] if sys.argv[2] == "OnExceptionCheckpoint" else [],
+        default_root_dir=sys.argv[3],
         enable_progress_bar=False,
     ).fit(Failing(MLP(7, 15, 16)), loader(Pairs(64, 7), batch_size=4))
