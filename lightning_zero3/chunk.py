@@ -182,6 +182,8 @@ class Chunk:
         so that `zero_grad(set_to_none=True)` frees what it seems to free.
         """
         for segment in self.segments:
+            if not segment.param.requires_grad:  # another optimizer's, switched off by `toggle_optimizer`
+                continue
             piece = part[segment.lo : segment.hi]
             if segment.param.grad is not None:
                 segment.param.grad.add_(piece, alpha=scale)

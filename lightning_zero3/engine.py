@@ -66,7 +66,10 @@ class Engine:
         self.saved = SavedWeights(self.pool)
         self.layers: list[Zero3Layer] = []
         self.root: Zero3Layer | None = None
-        self.buffers: list[Tensor] = []  # overwritten with the first rank's before each forward pass, as DDP does
+        # Where buffers are found, which a module may replace. Overwritten with the first rank's as by DDP: before each
+        # forward pass in training, and before the first evaluation after it. Evaluation may count in them.
+        self.buffers: list[tuple[dict[str, Tensor | None], str]] = []
+        self._buffers_differ = False
         self.bare_state_dicts = False  # let state dicts of sharded modules pass, for `full_state_dict`
         self._forward = {True: Path(), False: Path()}  # with and without gradients
         self._backward = Path()
@@ -153,13 +156,17 @@ class Engine:
             layer.release()
         self._path = self._forward[torch.is_grad_enabled()]
         self._path.begin()
-        self._broadcast_buffers()
+        if torch.is_grad_enabled() or self._buffers_differ:
+            self.broadcast_buffers()
+        self._buffers_differ = torch.is_grad_enabled()
 
     @torch.no_grad()
-    def _broadcast_buffers(self) -> None:
+    def broadcast_buffers(self) -> None:
+        """Overwrite buffers with the first rank's."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self.buffers if self.comm.world_size > 1 else ():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers_of_module, name in self.buffers if self.comm.world_size > 1 else ():
+            if (buffer := buffers_of_module.get(name)) is not None:
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for buffers in by_dtype.values():
             flat = torch.cat([b.reshape(-1) for b in buffers])
             self.comm.broadcast(flat)

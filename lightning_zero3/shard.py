@@ -50,7 +50,7 @@ def shard_module(
         device: where chunks and slots live; default the CPU.
         precision: dtypes to compute and reduce in.
         prefetch: how many layers ahead to fetch; each costs one slot.
-        broadcast_buffers: overwrite buffers with the first rank's before each forward pass, as DDP does.
+        broadcast_buffers: overwrite buffers with the first rank's before each forward pass in training, as DDP does.
 
     Raises:
         Zero3Error: no parameters, no such policy, or already sharded.
@@ -66,9 +66,10 @@ def shard_module(
         )
     engine.root = Zero3Layer(module, device=device, engine=engine, name="root", owned=top.owned, entries=top.entries)
     for buffer in module.buffers():
-        buffer.data = buffer.data.to(device)
+        buffer.data = buffer.data.to(device).contiguous()
         engine.comm.broadcast(buffer.data)
-    engine.buffers = list(module.buffers()) if broadcast_buffers else []
+    if broadcast_buffers:
+        engine.buffers = [(m._buffers, name) for m in module.modules() for name in m._buffers]
     return engine
 
 

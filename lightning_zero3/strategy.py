@@ -59,7 +59,7 @@ class Zero3StrategyMixin(_Base):
             `module -> bool`, or None for the whole model at once. See `lightning_zero3.wrap.plan_layers`.
         prefetch: how many layers ahead to fetch while one computes. Each costs one slot.
         state_dict_type: "full": checkpoints are those of DDP, one file, written by the first rank.
-        broadcast_buffers: overwrite buffers with the first rank's before each forward pass, as DDP does.
+        broadcast_buffers: overwrite buffers with the first rank's before each forward pass in training, as DDP does.
         process_group_backend: default "gloo" on the CPU and "nccl" on CUDA.
         timeout: how long a collective may take before it is an error.
         start_method: "popen" (scripts), "spawn", or "fork" (notebooks; registered as "zero3_notebook").
@@ -235,6 +235,7 @@ class Zero3StrategyMixin(_Base):
         else:  # a second fit, or validate after fit: sharded it stays
             self._engine = engine_of(module)
             self._check_sharded_as_asked()
+            self.engine.broadcast_buffers()
         self.precision_plugin.engine = self._engine
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)

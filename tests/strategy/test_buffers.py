@@ -88,3 +88,51 @@ def test_a_second_fit_keeps_the_statistics():
         t.fit(module, loader(Pairs(64, 7)))
         results.append([weights_of(module), scores])
     assert_same(results[0], results[1], rtol=1e-4)
+
+
+class Counter(nn.Module):
+    """Buffers of all kinds: replaced by assignment, changed in place, transposed, boolean, empty, counted in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.head = nn.Linear(7, 3)
+        self.register_buffer("replaced", torch.zeros(3))
+        self.register_buffer("changed", torch.zeros(2, 2, dtype=torch.float64).t())
+        self.register_buffer("mask", torch.ones(3, 4, dtype=torch.bool))
+        self.register_buffer("nothing", torch.empty(0))
+        self.register_buffer("none", None)
+        self.register_buffer("evaluated", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.replaced = self.replaced + x.detach()[0, :3]
+            self.changed += x.detach()[0, 0]
+        else:
+            self.evaluated += x.sum()
+        return self.head(x) + self.replaced * self.mask[0, 0]
+
+
+class Watched(Task):
+    """Keeps copies of the buffers after each evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__(Counter(), lambda net: torch.optim.SGD(net.parameters(), lr=0.1))
+        self.seen: list[dict] = []
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen.append({name: buffer.clone() for name, buffer in self.net.named_buffers()})
+
+
+@distributed(world=2)
+def test_buffers_that_ranks_change_are_ddps_in_training_and_evaluation():
+    """In training the first rank's count. In evaluation each rank keeps its own, until the next stage or step."""
+    results = []
+    for strategy in (zero3(nn.Linear), "ddp"):
+        module, t = Watched(), trainer(strategy, max_epochs=2)
+        t.fit(module, loader(Pairs(24, 7)), loader(Pairs(32, 7, seed=1)))
+        t.validate(module, loader(Pairs(32, 7, seed=2)), verbose=False)
+        results.append([module.seen, weights_of(module)["net.head.weight"]])
+    assert len(results[0][0]) == 4
+    assert_same(results[0], results[1], rtol=1e-4)

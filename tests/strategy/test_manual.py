@@ -82,6 +82,20 @@ def test_each_optimizer_clips_its_own_gradients():
     same_run(ours, ddp)
 
 
+@distributed(world=2)
+def test_both_optimizers_and_schedules_are_saved_and_resumed(tmp_path):
+    """L5."""
+    data = loader(Pairs(64, 7))
+    resumed = []
+    for number, (first, then) in enumerate([(DDP, DDP), (zero3(), DDP), (DDP, zero3()), (zero3(), zero3())]):
+        path = tmp_path / f"{number}.ckpt"
+        fit(first, Gan, data, steps=8).trainer.save_checkpoint(path)
+        resumed.append(fit(then, Gan, data, steps=14, ckpt_path=str(path)))
+    assert len(resumed[0].losses) == 3
+    for other in resumed[1:]:
+        same_run(other, resumed[0])
+
+
 class Accumulating(LightningModule):
     """One optimizer, a step every third batch, two backward passes in each."""
 

@@ -76,6 +76,7 @@ OPTIMIZERS = {
     "sgd momentum": lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, nesterov=True),
     "adagrad": lambda net: torch.optim.Adagrad(net.parameters(), lr=0.1, initial_accumulator_value=0.1),
     "rmsprop": lambda net: torch.optim.RMSprop(net.parameters(), lr=1e-2, momentum=0.5, centered=True),
+    "named": lambda net: torch.optim.AdamW(net.named_parameters(), lr=1e-2),
     "foreach": lambda net: torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True, amsgrad=True),
     "fused": lambda net: torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True),
     "nadam": lambda net: torch.optim.NAdam(net.parameters(), lr=1e-2),

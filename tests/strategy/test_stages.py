@@ -146,6 +146,36 @@ def test_evaluation_in_inference_mode_leaves_the_module_trainable():
     assert_same(results[0], results[1], rtol=1e-4)
 
 
+@distributed(world=2)
+def test_a_model_made_without_memory_takes_its_weights_from_a_checkpoint(tmp_path):
+    path = tmp_path / "a.ckpt"
+    module, t = mlp_task(), trainer(zero3(), max_epochs=1)
+    t.fit(module, data())
+    t.save_checkpoint(path)
+    other = trainer(zero3())
+    with other.init_module(empty_init=True):
+        empty = mlp_task()
+    assert all(p.is_meta for p in empty.parameters())
+    scores = other.validate(empty, data(seed=1), ckpt_path=path, verbose=False)
+    assert_same(weights_of(empty), weights_of(module), rtol=0, atol=0)
+    assert_same(scores, t.validate(module, data(seed=1), verbose=False))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"fast_dev_run": 2}, {"overfit_batches": 2, "max_epochs": 3}, {"limit_train_batches": 3, "max_epochs": 2}],
+    ids=lambda options: next(iter(options)),
+)
+@distributed(world=2)
+def test_shortened_runs_are_ddps(options):
+    results = []
+    for strategy in STRATEGIES:
+        module, t = mlp_task(), trainer(strategy(), **options)
+        t.fit(module, data(), data(seed=1))
+        results.append([t.global_step, weights_of(module)])
+    assert_same(results[0], results[1], rtol=1e-4)
+
+
 class Frozen(Task):
     def configure_optimizers(self):
         return None

@@ -1,6 +1,6 @@
-"""Train a small model as a user's script does: `python fit.py STRATEGY RESULT`, the strategy by its registered name.
+"""Train a small model as a user's script does: `python fit.py STRATEGY FITS RESULT`, the strategy by its name.
 
-Writes losses and weights of two fits, the second on another Trainer, as the first rank has them.
+Writes losses and weights after each fit, all on Trainers of their own, as the first rank has them.
 """
 
 import sys
@@ -23,9 +23,9 @@ def weights(module: Task) -> dict[str, torch.Tensor]:
     return {k: v.clone() for k, v in lightning_zero3.full_state_dict(module).items()}
 
 
-def main(strategy: str, result: str) -> None:
+def main(strategy: str, fits: str, result: str) -> None:
     module, kept = Small(), []
-    for _ in range(2):
+    for _ in range(int(fits)):
         trainer = Trainer(
             strategy=strategy,
             accelerator="cpu",
