@@ -147,6 +147,16 @@ class Chunk:
                 "exist only inside `with gather_parameters(module, writeback=True):`."
             )
 
+    def check_unwritten(self) -> None:
+        """Raise if someone wrote to a full parameter since it was gathered: the change would be lost."""
+        for name, param, version in zip(self.names, self.params, self._versions, strict=True):
+            if param._version != version:
+                raise Zero3Error(
+                    f"parameter {name!r} of layer {self.layer!r} was written while its layer was in use (initialised on "
+                    "the first batch, max_norm of an embedding, ...). Gathered parameters are copies. Do it before "
+                    "training, inside `with gather_parameters(module, writeback=True):`."
+                )
+
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def cut(self, runs: list[tuple[int, ...]]) -> list[Segment | None]:

@@ -14,6 +14,7 @@ __all__ = [
     "current_graph_task",
     "enclosing_saved_tensor_hooks",
     "group_timeout",
+    "in_functional_transform",
     "queue_end_of_backward",
     "reduce_scatter_single",
     "saved_tensor_hooks_enabled",
@@ -42,6 +43,11 @@ def enclosing_saved_tensor_hooks() -> tuple[Callable, Callable] | None:
 def saved_tensor_hooks_enabled() -> bool:
     """Whether autograd takes saved-tensor hooks now; under torch.func transforms it does not."""
     return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+
+
+def in_functional_transform() -> bool:
+    """Whether a torch.func transform is active."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:

@@ -132,6 +132,10 @@ class Engine:
             self._borrowed.add(layer)
             self._fetch(layer, self._path)
 
+    def keep_until_pass_ends(self, layer: Zero3Layer) -> None:
+        """Do not release a layer after its use: something outside looks into its slot."""
+        self._borrowed.add(layer)
+
     def can_shadow(self) -> bool:
         """Whether `shadow_forward` knows what to do."""
         return bool(self._forward[False].latest())
@@ -149,7 +153,7 @@ class Engine:
         self.root.leave()
 
     def _begin_forward(self) -> None:
-        if self._tasks:
+        if self._tasks and _SCOPE not in self._tasks:
             self._recover()
         self._borrowed.clear()
         for layer in self.layers:  # left over from a forward without backward; weights may have changed since

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_zero3 import compat
 from lightning_zero3.access import WatchedParameters
 from lightning_zero3.chunk import Chunk
 from lightning_zero3.comm import Communicator, Pending
@@ -322,6 +323,7 @@ class Zero3Layer(nn.Module):
             return
         assert self._slot is not None
         for chunk in self.chunks:
+            chunk.check_unwritten()
             chunk.park()
         self.engine.pool.give(self._slot)
         self._slot = None
@@ -354,6 +356,11 @@ class Zero3Layer(nn.Module):
     def enter(self, *inputs: Any) -> None:
         """A use begins: parameters are there when this returns. Calls inside of it are part of it."""
         if self.depth == 0:
+            if self.sharded and compat.in_functional_transform():
+                raise Zero3Error(
+                    f"layer {self.name!r} was called under a torch.func transform (grad, vjp, vmap, ...), which "
+                    "cannot see sharded parameters. Call it inside `with gather_parameters(module):`."
+                )
             self.engine.before_use(self)
             self.engine.saved.push()
             self._releases_by_input = False
@@ -371,6 +378,8 @@ class Zero3Layer(nn.Module):
         self.depth -= 1
         if self.depth == 0:
             self.engine.saved.pop()
+            if self._slot is not None and any(self.engine.pool.of_tensor(t) is self._slot for t in tensors_in(output)):
+                self.engine.keep_until_pass_ends(self)  # a weight, or a part of one, is what it returned
             if torch.is_grad_enabled() and fetch_in_backward and self.chunks:
                 for tensor in tensors_in(output):
                     if tensor.grad_fn is not None:
@@ -435,7 +444,8 @@ class _Gradients:
 
     def put(self, place: int, index: int, grad: Tensor) -> None:
         """Take in one parameter's gradient."""
-        if self._is_flat(grad):
+        again = self._into is not None and (place, index) not in self.missing  # nested passes bring gradients in parts
+        if not again and self._is_flat(grad):
             self._layer.engine.touch()
             self._into = ([grad.as_strided((grad.numel(),), (1,))], [[grad]])
             self.missing.clear()
@@ -446,8 +456,11 @@ class _Gradients:
         target = self._into[1][place][index]
         if grad.is_sparse:
             grad = grad.to_dense()
-        if self._layer.trainable[place].scales_early:
-            torch.mul(grad, 1.0 / self._world_size, out=target)
+        scale = 1.0 / self._world_size if self._layer.trainable[place].scales_early else 1.0
+        if again:
+            target.add_(grad, alpha=scale)
+        elif scale != 1.0:
+            torch.mul(grad, scale, out=target)
         else:
             target.copy_(grad)
         self.missing.discard((place, index))

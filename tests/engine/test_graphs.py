@@ -300,13 +300,46 @@ class ReadOutside(Net):
         return x + a.norm(x)
 
 
+class ReusedReentrant(Net):
+    """One block three times, each in a reentrant checkpoint, with a parameter that is not used: gradients in parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].spare = nn.Linear(D, D)
+
+    def run(self, x):
+        for _ in range(3):
+            x = checkpoint(self.blocks[0], x, use_reentrant=True)
+        return x
+
+
+class Positions(Net):
+    """A layer whose output is a part of its weight, used after others have had their turn."""
+
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(9, D))
+
+        def forward(self, n):
+            return self.table[:n]
+
+    def __init__(self):
+        super().__init__()
+        self.positions = self.Table()
+
+    def run(self, x):
+        positions = self.positions(len(x))
+        return super().run(x) + positions
+
+
 MODELS = [
     Net, Reused, Containers, InPlace, Unused, CheckpointAround, CheckpointAroundReentrant, CheckpointPairs,
     CheckpointInside, CheckpointInsideReentrant, Offloaded, Nested, NestedInside, Tied, Memory, Strided, Dtypes,
-    ReadOutside,
+    ReadOutside, ReusedReentrant, Positions,
 ]  # fmt: skip
 BY_NAME = {m.__name__: m for m in MODELS}
-LAYERS = {Block, Odd, Inner, InnerReentrant, InnerCalls, nn.Sequential, Memory.Cross, Dtypes.Mixed}
+LAYERS = {Block, Odd, Inner, InnerReentrant, InnerCalls, nn.Sequential, Memory.Cross, Dtypes.Mixed, Positions.Table}
 
 
 def policy(module):
@@ -675,3 +708,34 @@ def test_ranks_that_part_ways_are_named(name):
     told = str(caught.value)
     assert "the ranks went different ways" in told
     assert "layer 'blocks." in told or "layer 'last'" in told
+
+
+class Written(nn.Module):
+    """Sets a parameter on its first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.lin, self.first = nn.Parameter(torch.ones(D)), nn.Linear(D, D), True
+
+    def forward(self, x):
+        if self.first:
+            with torch.no_grad():
+                self.scale.fill_(0.5)
+        return self.lin(x) * self.scale
+
+
+@distributed(world=2)
+def test_a_write_in_forward_is_an_error_and_not_lost():
+    for model in (nn.Sequential(Written()), nn.Sequential(nn.Embedding(20, D, max_norm=0.1))):
+        shard_module(model, lambda m: isinstance(m, Written | nn.Embedding))
+        x = torch.zeros(2, 3, dtype=torch.long) if isinstance(model[0], nn.Embedding) else torch.ones(2, D)
+        with pytest.raises(Zero3Error, match="was written while its layer was in use"):
+            model(x).sum().backward()
+
+
+@distributed(world=2)
+def test_functional_transforms_are_refused():
+    model = make("Net")
+    shard_module(model, policy)
+    with pytest.raises(Zero3Error, match=r"under a torch\.func transform"):
+        torch.func.grad(lambda x: model(x).sum())(batch(0, 0)[0])
