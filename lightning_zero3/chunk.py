@@ -152,7 +152,7 @@ class Chunk:
         for name, param, version in zip(self.names, self.params, self._versions, strict=True):
             if param._version != version:
                 raise Zero3Error(
-                    f"parameter {name!r} of layer {self.layer!r} was written while its layer was in use (initialised on "
+                    f"parameter {name!r} of layer {self.layer!r} was written while its layer was in use (set on "
                     "the first batch, max_norm of an embedding, ...). Gathered parameters are copies. Do it before "
                     "training, inside `with gather_parameters(module, writeback=True):`."
                 )
