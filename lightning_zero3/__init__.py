@@ -2,7 +2,8 @@
 
 - `layout`: where each parameter lies in a flat space. `chunk`: this rank's slices, and segments for optimizers.
 - `slots`: the buffers that layers take turns in. `comm`: collectives, and the watch over ranks that part ways.
-- `state`, `layer`: the life of a layer. `engine`: which layer when. `order`: what is recorded to prefetch by.
+- `state`, `layer`: the life of a layer. `collect`: its gradients on their way. `engine`: which layer when.
+- `order`: what is recorded to prefetch by.
 - `saved`: weights in autograd's graph. `access`: parameters that are read outside of their layer.
 - `wrap`: what becomes a layer. `meta`: models without memory. `shard`: from a model to a sharded one and back.
 - `optim`, `clip`, `precision`, `strategy`, `evenly`, `report`, `callbacks`: the rest of a training run.

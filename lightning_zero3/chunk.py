@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,17 +76,16 @@ class Chunk:
         device: torch.device,
         policy: PrecisionPolicy,
     ) -> None:
-        named = sorted(named, key=lambda item: item[1].ndim < 2)  # as Layout.of does
         self.layer = layer
-        self.names = [name for name, _ in named]
-        self.params = [param for _, param in named]
+        self.layout = Layout.of(named)
+        self.names = [span.name for span in self.layout.spans]
+        self.params = [dict(named)[name] for name in self.names]
         self.trainable = trainable
         self.dtype = self.params[0].dtype
         self.compute_dtype = policy.param_dtype if policy.param_dtype and trainable else self.dtype
         self.reduce_dtype = policy.reduce_dtype or self.dtype
         # The mean is the sum times 1/N: on this rank's part afterwards, 1/N of the work, unless a sum could overflow.
         self.scales_early = self.reduce_dtype is torch.float16
-        self.layout = Layout.of(named)
         self.size = self.layout.chunk_size(comm.world_size)
         self.total = self.size * comm.world_size  # elements of the padded flat space
         self.start = self.size * comm.rank  # where this rank's part of it begins
@@ -178,6 +178,23 @@ class Chunk:
                 cut.append(Segment(nn.Parameter(self.data.detach()[lo:hi]), lo, hi, run))
         self.segments = [s for s in cut if s is not None]
         return cut
+
+    def pieces(self, segment: Segment | None = None) -> Iterator[tuple[int, slice, slice]]:
+        """Which elements of which parameters a segment (default the whole chunk) holds.
+
+        Yields:
+            The parameter's index, its elements (flattened as in the flat space), and where in the segment they are.
+        """
+        if segment is None:
+            lo, hi, indices = 0, self.size, tuple(range(len(self.params)))
+        else:
+            _, lo, hi, indices = segment
+        for index in indices:
+            span = self.layout.spans[index]
+            part = span.overlap(self.start + lo, self.start + hi)
+            if part.start < part.stop:
+                at = span.start + part.start - self.start - lo
+                yield index, part, slice(at, at + part.stop - part.start)
 
     @property
     def grad_nbytes(self) -> int:

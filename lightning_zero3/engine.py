@@ -27,7 +27,7 @@ from lightning_zero3.state import LayerState
 if TYPE_CHECKING:
     from lightning_zero3.layer import Zero3Layer
 
-__all__ = ["Engine", "Reduction"]
+__all__ = ["Engine", "Reduction", "check_prefetch"]
 
 _REDUCTIONS = 1  # in flight while the next layer's gradients are collected
 
@@ -43,6 +43,12 @@ class Reduction(NamedTuple):
     flats: list[Tensor]  # per trainable chunk [total]: this rank's gradient; then, in its own part, the sum over ranks
 
 
+def check_prefetch(prefetch: int) -> None:
+    """Raise for a number of layers that cannot be meant."""
+    if prefetch < 0:
+        raise Zero3Error(f"prefetch={prefetch}: give the number of layers to fetch ahead, 0 or more")
+
+
 class Engine:
     """The layers of one model, in the order they were added, and their common slots and communicator.
 
@@ -56,8 +62,7 @@ class Engine:
     def __init__(
         self, comm: Communicator, device: torch.device, policy: PrecisionPolicy | None = None, prefetch: int = 1
     ) -> None:
-        if prefetch < 0:
-            raise Zero3Error(f"prefetch={prefetch}: give the number of layers to fetch ahead, 0 or more")
+        check_prefetch(prefetch)
         self.comm = comm
         self.device = device
         self.policy = policy or PrecisionPolicy()
@@ -135,10 +140,6 @@ class Engine:
     def keep_until_pass_ends(self, layer: Zero3Layer) -> None:
         """Do not release a layer after its use: something outside looks into its slot."""
         self._borrowed.add(layer)
-
-    def can_shadow(self) -> bool:
-        """Whether `shadow_forward` knows what to do."""
-        return bool(self._forward[False].latest())
 
     @torch.no_grad()
     def shadow_forward(self) -> None:
@@ -229,12 +230,11 @@ class Engine:
         if not self._backward.repeats():
             layer.release()
 
-    def grad_slot(self, layer: Zero3Layer) -> Slot:
+    def grad_slot(self, layer: Zero3Layer, nbytes: int) -> Slot:
         """A slot for a layer's flat gradient. Waits for the oldest reduction when enough are in flight."""
         self.touch()
-        while len(self._reductions) > _REDUCTIONS:
-            self._land(self._reductions.popleft())
-        slot = self.pool.take(layer.grad_slot_nbytes, layer)
+        self._land_all_but(_REDUCTIONS)
+        slot = self.pool.take(nbytes, layer)
         if slot.free_event is not None:
             torch.cuda.current_stream(self.device).wait_event(slot.free_event)
         return slot
@@ -243,8 +243,7 @@ class Engine:
         """A layer's gradients are complete: start reducing them."""
         if not self._backward.advance(Event("reduce", layer.index)):
             self.comm.agree(f"reduction of layer {layer.name!r}")
-        while len(self._reductions) > _REDUCTIONS:
-            self._land(self._reductions.popleft())
+        self._land_all_but(_REDUCTIONS)
         slot, flats = layer.grads.hand_over()
         self.comm.order_after("reduce")
         with self.comm.on_stream("reduce"):
@@ -254,6 +253,11 @@ class Engine:
                 self._land(reduction)
             else:
                 self._reductions.append(reduction)
+
+    def _land_all_but(self, count: int) -> None:
+        """Leave at most the `count` latest reductions in flight."""
+        while len(self._reductions) > count:
+            self._land(self._reductions.popleft())
 
     def _land(self, reduction: Reduction) -> None:
         """Add a reduced gradient to the chunks' gradients and give the slot back."""
@@ -272,8 +276,7 @@ class Engine:
         for layer in self.layers:
             if layer.grads.begun:
                 self.reduce(layer)
-        while self._reductions:
-            self._land(self._reductions.popleft())
+        self._land_all_but(0)
         self.comm.join("reduce")
         self._needed.clear()
         for layer in self.layers:

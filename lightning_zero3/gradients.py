@@ -91,11 +91,9 @@ class StandIns:
                 if all(i in gone and chunk.params[i].grad is None for i in segment.indices):
                     segment.param.grad = None
                     continue
-                lo = chunk.start + segment.lo
-                for span in (chunk.layout.spans[i] for i in segment.indices if i in gone):
-                    part = span.overlap(lo, chunk.start + segment.hi)
-                    at = span.start + part.start - lo
-                    grad[at : at + part.stop - part.start].zero_()
+                for index, _, here in chunk.pieces(segment):
+                    if index in gone:
+                        grad[here].zero_()
         for param, stand_in in self._made.items():
             stand_in.placed, stand_in.zeroed = param.grad is stand_in, False
 

@@ -15,18 +15,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_zero3 import compat
 from lightning_zero3.access import WatchedParameters
 from lightning_zero3.chunk import Chunk
+from lightning_zero3.collect import GradientCollector
 from lightning_zero3.comm import Communicator, Pending
 from lightning_zero3.engine import Engine
 from lightning_zero3.errors import Zero3Error
 from lightning_zero3.meta import materialize
-from lightning_zero3.slots import Slot
+from lightning_zero3.slots import Slot, SlotViews
 from lightning_zero3.state import LayerState
 
 __all__ = ["Zero3Layer", "layer_of"]
 
 TRAINING_PARAMS_IDX = 0  # in `Zero3Layer.chunk`
-
-_SLOT_ALIGN = 64  # bytes; where each chunk's flat space begins in a slot
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> the layer that shards it
 
@@ -34,10 +33,6 @@ _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> the layer t
 def layer_of(param: Tensor) -> Zero3Layer | None:
     """The layer that shards `param`, if any."""
     return _owners.get(param)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _SLOT_ALIGN) * _SLOT_ALIGN
 
 
 class Zero3Layer(nn.Module):
@@ -121,7 +116,6 @@ class Zero3Layer(nn.Module):
             )
             for kind in kinds
         ]
-        self._place()
         self.trainable = [c for c in self.chunks if c.trainable]
         self.join(engine)
         self.state = LayerState.SHARDED
@@ -129,9 +123,9 @@ class Zero3Layer(nn.Module):
         self.depth = 0  # calls in progress
         self._slot: Slot | None = None
         self._fetch: Pending | None = None
-        self._views: dict[int, list[list[Tensor]]] = {}  # slot -> per chunk, every parameter
+        self._views = SlotViews([(c, c.compute_dtype) for c in self.chunks])
         self._releases_by_input = False  # this use's input gradients will tell when backward is done with it
-        self.grads = _Gradients(self)
+        self.grads = GradientCollector(self)
 
         for chunk in self.chunks:
             for param in chunk.params:
@@ -163,18 +157,12 @@ class Zero3Layer(nn.Module):
         for chunk in self.chunks:
             for param in chunk.params:
                 _owners.pop(param, None)
-        for owner in {m: None for top in (self.module, *self.entries) for m in top.modules()}:
+        for owner in self._modules_inside():
             owner.__dict__["_parameters"] = dict(owner._parameters)
 
-    def _place(self) -> None:
-        """Lay the chunks' flat spaces out in one slot, and those of their gradients in another."""
-        self.slot_nbytes = self.grad_slot_nbytes = 0
-        self._offsets: list[int] = []
-        for chunk in self.chunks:
-            self._offsets.append(self.slot_nbytes)
-            self.slot_nbytes += _aligned(chunk.total * chunk.compute_dtype.itemsize)
-            if chunk.trainable:
-                self.grad_slot_nbytes += _aligned(chunk.total * chunk.reduce_dtype.itemsize)
+    def _modules_inside(self) -> Iterable[nn.Module]:
+        """Every module that may own some of the layer's parameters, once."""
+        return {m: None for top in (self.module, *self.entries) for m in top.modules()}
 
     # -- the seed's interface -----------------------------------------------------------------------------------------
 
@@ -268,7 +256,7 @@ class Zero3Layer(nn.Module):
             )
 
         entries = set(self.entries)
-        for owner in {m: None for top in (self.module, *self.entries) for m in top.modules()}:
+        for owner in self._modules_inside():
             if not WatchedParameters.watch(owner, mine, self):
                 continue
             self._hooks.append(owner.register_state_dict_pre_hook(needs_parameters("state_dict()")))
@@ -277,6 +265,11 @@ class Zero3Layer(nn.Module):
                 self._hooks.append(owner.register_forward_pre_hook(before_forward, prepend=True))
 
     # -- fetch and release --------------------------------------------------------------------------------------------
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of the slot that the layer needs."""
+        return self._views.nbytes
 
     @property
     def sharded(self) -> bool:
@@ -293,7 +286,7 @@ class Zero3Layer(nn.Module):
         comm, slot = self.engine.comm, self.engine.pool.take(self.slot_nbytes, self)
         comm.order_after("fetch", slot.free_event)
         with comm.on_stream("fetch"):
-            flats = self._flats_in(slot)
+            flats = self._views.of(slot).flats
             for chunk, flat in zip(self.chunks, flats, strict=True):
                 comm.own(flat).copy_(chunk.data)  # casts to the compute dtype
             self._fetch = comm.gather(f"layer {self.name!r}", flats)
@@ -308,11 +301,7 @@ class Zero3Layer(nn.Module):
         assert self._slot is not None
         self.engine.comm.wait(self._fetch)
         self._fetch = None
-        if self._slot.index not in self._views:  # made once per slot: the hot path only looks up
-            with torch.inference_mode(False), torch.no_grad():
-                flats = self._flats_in(self._slot)
-                self._views[self._slot.index] = [c.views(f) for c, f in zip(self.chunks, flats, strict=True)]
-        for chunk, views in zip(self.chunks, self._views[self._slot.index], strict=True):
+        for chunk, views in zip(self.chunks, self._views.of(self._slot).params, strict=True):
             chunk.point_to(views)
         self.state = LayerState.FETCHED
 
@@ -340,9 +329,6 @@ class Zero3Layer(nn.Module):
         for chunk in self.chunks:
             chunk.park()
         self.state = LayerState.SHARDED
-
-    def _flats_in(self, slot: Slot) -> list[Tensor]:
-        return [slot.flat(c.compute_dtype, o, c.total) for c, o in zip(self.chunks, self._offsets, strict=True)]
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -421,105 +407,8 @@ class Zero3Layer(nn.Module):
             self.engine.reduce(self)
 
 
-class _Gradients:
-    """A layer's flat gradient while it is collected: which have arrived, and where they are put."""
-
-    def __init__(self, layer: Zero3Layer) -> None:
-        self._layer = layer
-        self._all = {(place, i) for place, c in enumerate(layer.trainable) for i in range(len(c.params))}
-        self._views: dict[int, tuple[list[Tensor], list[list[Tensor]]]] = {}  # slot -> flats, and their parameters
-        self._gaps = [list(c.layout.gaps(c.total)) for c in layer.trainable]
-        self._world_size = layer.engine.comm.world_size
-        self._reset()
-
-    def _reset(self) -> None:
-        self.missing = set(self._all)
-        self._slot: Slot | None = None
-        self._into: tuple[list[Tensor], list[list[Tensor]]] | None = None
-
-    @property
-    def begun(self) -> bool:
-        """Whether any gradient has arrived since the last reduction."""
-        return self._into is not None
-
-    def put(self, place: int, index: int, grad: Tensor) -> None:
-        """Take in one parameter's gradient."""
-        again = self._into is not None and (place, index) not in self.missing  # nested passes bring gradients in parts
-        if not again and self._is_flat(grad):
-            self._layer.engine.touch()
-            self._into = ([grad.as_strided((grad.numel(),), (1,))], [[grad]])
-            self.missing.clear()
-            return
-        if self._into is None:
-            self._take_memory()
-            assert self._into is not None
-        target = self._into[1][place][index]
-        if grad.is_sparse:
-            grad = grad.to_dense()
-        scale = 1.0 / self._world_size if self._layer.trainable[place].scales_early else 1.0
-        if again:
-            target.add_(grad, alpha=scale)
-        elif scale != 1.0:
-            torch.mul(grad, scale, out=target)
-        else:
-            target.copy_(grad)
-        self.missing.discard((place, index))
-
-    def _is_flat(self, grad: Tensor) -> bool:
-        """Whether a gradient needs no copy: it is all of the layer's, without padding, and laid out as it travels.
-
-        So it is for the largest parameters there are, embeddings and readouts.
-        """
-        if len(self._all) != 1 or self._world_size == 1 or self._layer.trainable[0].scales_early:
-            return False
-        if grad.is_cuda:
-            return False  # autograd's memory, on another stream: freed before the reduction has read it
-        chunk = self._layer.trainable[0]
-        return (
-            chunk.total == grad.numel()
-            and grad.dtype == chunk.reduce_dtype
-            and grad.layout is torch.strided
-            and grad.stride() == chunk.layout.spans[0].stride
-        )
-
-    def hand_over(self) -> tuple[Slot | None, list[Tensor]]:
-        """The flat gradients, one `[total]` per trainable chunk, complete: what is missing and all padding are zero."""
-        assert self._into is not None
-        flats, views = self._into
-        for place, index in self.missing:
-            views[place][index].zero_()
-        for flat, gaps in zip(flats, self._gaps, strict=True):
-            for lo, hi in gaps:
-                flat[lo:hi].zero_()
-        slot = self._slot
-        self._reset()
-        return slot, flats
-
-    def drop(self) -> None:
-        """Forget what has arrived."""
-        if self._slot is not None:
-            self._layer.engine.pool.give(self._slot)
-        self._reset()
-
-    def _take_memory(self) -> None:
-        layer = self._layer
-        if layer.engine.comm.world_size == 1:  # nothing travels: the gradient is what the optimizer gets
-            layer.engine.touch()
-            flats = [torch.empty(c.total, dtype=c.reduce_dtype, device=c.data.device) for c in layer.trainable]
-            self._into = (flats, [c.views(f) for c, f in zip(layer.trainable, flats, strict=True)])
-            return
-        self._slot = layer.engine.grad_slot(layer)
-        if self._slot.index not in self._views:
-            flats, offset = [], 0
-            for chunk in layer.trainable:
-                flats.append(self._slot.flat(chunk.reduce_dtype, offset, chunk.total))
-                offset += _aligned(chunk.total * chunk.reduce_dtype.itemsize)
-            self._views[self._slot.index] = (flats, [c.views(f) for c, f in zip(layer.trainable, flats, strict=True)])
-        self._into = self._views[self._slot.index]
-
-
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested containers, dataclasses and plain objects that hold them."""
+    """All tensors in nested containers and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):  # also Hugging Face's ModelOutput

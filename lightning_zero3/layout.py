@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGN", "Layout", "Span"]
+__all__ = ["ALIGN", "Layout", "Span", "round_up"]
 
 ALIGN = 16
 """Every parameter and every chunk starts at a multiple of this many elements.
@@ -19,7 +19,8 @@ loads, cuBLAS and NCCL want. It is counted in elements, not bytes, so that offse
 """
 
 
-def _round_up(n: int, multiple: int) -> int:
+def round_up(n: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is at least `n`."""
     return -(-n // multiple) * multiple
 
 
@@ -82,12 +83,12 @@ class Layout:
         spans, start = [], 0
         for name, tensor in sorted(named, key=lambda item: item[1].ndim < 2):  # sorted() is stable
             spans.append(Span(name, tensor.shape, dense_strides(tensor), start, tensor.numel()))
-            start = _round_up(start + tensor.numel(), ALIGN)
+            start = round_up(start + tensor.numel(), ALIGN)
         return cls(tuple(spans), start)
 
     def chunk_size(self, world_size: int) -> int:
         """Elements of each rank's chunk: an equal part of the flat space, padded."""
-        return _round_up(math.ceil(self.numel / world_size), ALIGN)
+        return round_up(math.ceil(self.numel / world_size), ALIGN)
 
     def gaps(self, total: int) -> Iterator[tuple[int, int]]:
         """Ranges of padding in a flat buffer of `total` elements."""

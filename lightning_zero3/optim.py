@@ -76,6 +76,12 @@ class ShardedOptimizers:
         self._stand_ins = StandIns(engine)
         self._groups: dict[Optimizer, list[_Group]] = {}
         self._stepped: set[Optimizer] = set()
+        self._places = {
+            id(p): (chunk, i)
+            for layer in engine.layers
+            for chunk in layer.trainable
+            for i, p in enumerate(chunk.params)
+        }
         states: dict[Optimizer, dict[int, dict[str, Any]]] = {}
         seen: set[int] = set()
         self._check_frozen()
@@ -93,7 +99,7 @@ class ShardedOptimizers:
                     seen.add(id(param))
                 groups.append(self._group(group["params"]))
             self._groups[optimizer] = groups
-            states[optimizer] = self._take_states(optimizer, groups)
+            states[optimizer] = self._take_states(optimizer)
         self._cut()
         for optimizer, state in states.items():  # of optimizers that make state in their constructor (Adagrad)
             if state:
@@ -152,15 +158,11 @@ class ShardedOptimizers:
         largest = norm_type == float("inf")
         first = 0
         for chunk in chunks:
-            for segment in (s for s in chunk.segments if s.param.grad is not None):
-                lo = chunk.start + segment.lo
-                for index in segment.indices:
-                    span = chunk.layout.spans[index]
-                    part = span.overlap(lo, chunk.start + segment.hi)
-                    if part.stop > part.start:
-                        at = span.start + part.start - lo
-                        norm = segment.param.grad[at : at + part.stop - part.start].double().norm(norm_type)  # type: ignore[index]
-                        norms[first + index] = norm if largest else norm**norm_type
+            for segment in chunk.segments:
+                grad = segment.param.grad
+                for index, _, here in chunk.pieces(segment) if grad is not None else ():
+                    norm = grad[here].double().norm(norm_type)  # type: ignore[index]
+                    norms[first + index] = norm if largest else norm**norm_type
             first += len(chunk.params)
         norms = self.engine.comm.max(norms) if largest else self.engine.comm.sum(norms) ** (1.0 / norm_type)
         return dict(zip((n for c in chunks for n in c.names), norms.float(), strict=True))
@@ -171,13 +173,11 @@ class ShardedOptimizers:
         group = _Group(list(params))
         members: dict[Chunk, set[int]] = {}
         for param in group.params:
-            layer = layer_of(param)
-            if layer is None:
+            if id(param) in self._places:
+                chunk, index = self._places[id(param)]
+                members.setdefault(chunk, set()).add(index)
+            elif layer_of(param) is None:
                 group.outside.append(param)
-                continue
-            chunk = next(c for c in layer.chunks if any(p is param for p in c.params))
-            if chunk.trainable:
-                members.setdefault(chunk, set()).add(next(i for i, p in enumerate(chunk.params) if p is param))
         group.runs = [(chunk, tuple(run)) for chunk, indices in members.items() for run in chunk.layout.runs(indices)]
         return group
 
@@ -218,8 +218,8 @@ class ShardedOptimizers:
         """id() of each parameter -> the number it has in a state dict."""
         return {id(p): i for i, p in enumerate(p for g in self._groups[optimizer] for p in g.params)}
 
-    def _take_states(self, optimizer: Optimizer, groups: list[_Group]) -> dict[int, dict[str, Any]]:
-        numbers = {id(p): i for i, p in enumerate(p for g in groups for p in g.params)}
+    def _take_states(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+        numbers = self._ids(optimizer)
         states = {numbers[id(p)]: optimizer.state.pop(p) for p in list(optimizer.state) if id(p) in numbers}
         return {number: state for number, state in states.items() if state}
 
@@ -231,11 +231,10 @@ class ShardedOptimizers:
             On the first rank everything, tensors on the CPU. On the others the groups only.
         """
         ids, comm = self._ids(optimizer), self.engine.comm
-        param_groups, first = [], 0
-        for param_group, group in zip(optimizer.param_groups, self._groups[optimizer], strict=True):
-            numbers = list(range(first, first + len(group.params)))
-            first += len(numbers)
-            param_groups.append({**{k: v for k, v in param_group.items() if k != "params"}, "params": numbers})
+        param_groups = [
+            {**{k: v for k, v in param_group.items() if k != "params"}, "params": [ids[id(p)] for p in group.params]}
+            for param_group, group in zip(optimizer.param_groups, self._groups[optimizer], strict=True)
+        ]
 
         # What each rank's segments hold, by parameter: the dtype of what is per element, and all else as it is.
         held: dict[int, dict[str, Any]] = {}
@@ -350,20 +349,18 @@ class ShardedOptimizers:
         self, segment: Segment, chunk: Chunk, states: dict[int, dict[str, Any]], ids: dict[int, int]
     ) -> dict[str, Any]:
         """The state of one segment, cut from its parameters' full states."""
-        part: dict[str, Any] = {}
-        lo, hi = chunk.start + segment.lo, chunk.start + segment.hi
-        for index in segment.indices:
-            param, span = chunk.params[index], chunk.layout.spans[index]
-            where = span.overlap(lo, hi)
-            for key, value in states.get(ids[id(param)], {}).items():
-                if not _fits(key, value, param):
-                    part.setdefault(key, _clone(value))
-                    continue
-                if key not in part:
-                    part[key] = torch.zeros(segment.hi - segment.lo, dtype=value.dtype, device=chunk.data.device)
-                at = span.start + where.start - lo
-                source = span.flatten(value)[where]
-                part[key][at : at + source.numel()].copy_(source)
+        held = {i: states.get(ids[id(chunk.params[i])], {}) for i in segment.indices}
+        first = segment.indices[0]  # they all have the same keys, and the same of what is not per element
+        part = {
+            key: torch.zeros(segment.hi - segment.lo, dtype=value.dtype, device=chunk.data.device)
+            if _fits(key, value, chunk.params[first])
+            else _clone(value)
+            for key, value in held[first].items()
+        }
+        for index, elements, here in chunk.pieces(segment):
+            for key, value in held[index].items():
+                if _fits(key, value, chunk.params[index]):
+                    part[key][here] = chunk.layout.spans[index].flatten(value)[elements]
         return part
 
 

@@ -8,6 +8,8 @@ where mismatched collectives would hang, crash or, worse, mix up the weights of 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 __all__ = ["Event", "Path"]
@@ -47,12 +49,16 @@ class Path:
     def ahead(self, count: int) -> list[int]:
         """The next `count` different layers that the guess fetches."""
         layers: list[int] = []
-        for event in self._guess[len(self._current) :]:
+        for event in self._rest():
             if len(layers) == count:
                 break
             if event.what == "fetch" and event.layer not in layers:
                 layers.append(event.layer)
         return layers
+
+    def _rest(self) -> Iterator[Event]:
+        """What the guess has still to come."""
+        return islice(self._guess, len(self._current), None)
 
     def latest(self) -> list[Event]:
         """The pass that ended last."""
@@ -65,7 +71,7 @@ class Path:
 
     def last_fetch(self) -> bool:
         """Whether the guess ends here: no further fetch follows."""
-        return bool(self._guess) and not any(e.what == "fetch" for e in self._guess[len(self._current) :])
+        return bool(self._guess) and not any(e.what == "fetch" for e in self._rest())
 
     def end(self) -> bool:
         """End the pass and remember it; whether it ended where the guess did."""

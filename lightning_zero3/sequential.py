@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import nn
 
@@ -47,6 +46,3 @@ class Zero3Sequential(nn.Sequential):
     def get_trainable_chunk(self) -> list[nn.Parameter]:
         """What to build an optimizer from: every layer's trainable chunks."""
         return [p for m in self if isinstance(m, Zero3Layer) for p in m.get_trainable_chunk()]
-
-    def forward(self, x: Any) -> Any:
-        return super().forward(x)

@@ -66,10 +66,11 @@ def shard_module(
         )
     engine.root = Zero3Layer(module, device=device, engine=engine, name="root", owned=top.owned, entries=top.entries)
     for buffer in module.buffers():
-        buffer.data = buffer.data.to(device).contiguous()
-        engine.comm.broadcast(buffer.data)
-    if broadcast_buffers:
-        engine.buffers = [(m._buffers, name) for m in module.modules() for name in m._buffers]
+        buffer.data = buffer.data.to(device)
+    engine.buffers = [(m._buffers, name) for m in module.modules() for name in m._buffers]
+    engine.broadcast_buffers()
+    if not broadcast_buffers:
+        engine.buffers.clear()
     return engine
 
 
@@ -88,6 +89,15 @@ def _layers(module: nn.Module) -> list[Zero3Layer]:
     """The layers that own parameters of `module`, in the engine's order."""
     layers = {layer for p in module.parameters() if (layer := layer_of(p)) is not None}
     return sorted(layers, key=lambda layer: layer.index)
+
+
+def _bare_state_dict(module: nn.Module, engine: Engine) -> dict[str, Any]:
+    """The module's own state dict, with the parameters themselves in it, sharded as they are."""
+    engine.bare_state_dicts = True
+    try:
+        return module.state_dict(keep_vars=True)
+    finally:
+        engine.bare_state_dicts = False
 
 
 def _gather(layer: Zero3Layer) -> list[Tensor]:
@@ -166,19 +176,13 @@ def full_state_dict(module: nn.Module, rank0_only: bool = True) -> dict[str, Any
         return module.state_dict()
     engine = layers[0].engine
     engine.comm.together("full_state_dict()")
-    engine.bare_state_dicts = True
-    try:
-        state = module.state_dict(keep_vars=True)
-    finally:
-        engine.bare_state_dicts = False
+    state = _bare_state_dict(module, engine)
     wanted = engine.comm.rank == 0 or not rank0_only
     full: dict[int, Tensor] = {}
     for layer in layers:
-        needed = [(c, s, p) for c in layer.chunks for s, p in zip(c.layout.spans, c.params, strict=True)]
-        flats = dict(zip(layer.chunks, _gather(layer), strict=True))
-        if wanted:
-            for chunk, span, param in needed:
-                full[id(param)] = span.view(flats[chunk]).clone(memory_format=torch.preserve_format).cpu()
+        for chunk, flat in zip(layer.chunks, _gather(layer), strict=True):
+            for param, view in zip(chunk.params, chunk.views(flat), strict=True) if wanted else ():
+                full[id(param)] = view.clone(memory_format=torch.preserve_format).cpu()
     if not wanted:
         return {}
     for key, value in state.items():
@@ -198,11 +202,7 @@ def load_full_state_dict(module: nn.Module, state: dict[str, Any], strict: bool 
         module.load_state_dict(state, strict=strict)
         return
     engine = layers[0].engine
-    engine.bare_state_dicts = True
-    try:
-        mine = module.state_dict(keep_vars=True)
-    finally:
-        engine.bare_state_dicts = False
+    mine = _bare_state_dict(module, engine)
     problems = []
     if strict:
         problems += [f"missing: {key!r}" for key in mine if key not in state]
@@ -218,13 +218,9 @@ def load_full_state_dict(module: nn.Module, state: dict[str, Any], strict: bool 
         for layer in layers:
             layer.release()
             for chunk in layer.chunks:
-                for span, param in zip(chunk.layout.spans, chunk.params, strict=True):
-                    part = span.overlap(chunk.start, chunk.start + chunk.size)
-                    if id(param) not in given or part.start == part.stop:
-                        continue
-                    at = span.start + part.start - chunk.start
-                    source = span.flatten(given[id(param)])[part]
-                    chunk.data[at : at + source.numel()].copy_(source)
+                for index, part, here in chunk.pieces():
+                    if (value := given.get(id(chunk.params[index]))) is not None:
+                        chunk.data[here].copy_(chunk.layout.spans[index].flatten(value)[part])
             layer.updates += 1
         for key, value in mine.items():
             if key in state and isinstance(value, Tensor) and layer_of(value) is None:

@@ -7,15 +7,20 @@ layer that borrowed the embedding's slot would force a second one of that size t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_zero3.layout import round_up
+
 if TYPE_CHECKING:
+    from lightning_zero3.chunk import Chunk
     from lightning_zero3.layer import Zero3Layer
 
-__all__ = ["Slot", "SlotPool"]
+__all__ = ["Slot", "SlotPool", "SlotViews", "Views"]
+
+_ALIGN = 64  # bytes; where each flat space begins in a slot
 
 
 class Slot:
@@ -75,3 +80,37 @@ class SlotPool:
     def taken(self) -> int:
         """How many slots are in use now."""
         return len(self.slots) - len(self._free)
+
+
+class Views(NamedTuple):
+    """A layer's flat spaces, `[total]` each, and every parameter in each of them."""
+
+    flats: list[Tensor]
+    params: list[list[Tensor]]
+
+
+class SlotViews:
+    """What a layer sees of a slot, whichever it gets: its flat spaces, one after another.
+
+    Views are made once for each slot; after that the hot path only looks them up.
+
+    Args:
+        spaces: chunks, and the dtype in which the flat space of each lies in a slot.
+    """
+
+    def __init__(self, spaces: list[tuple[Chunk, torch.dtype]]) -> None:
+        self.nbytes = 0
+        self._places: list[tuple[Chunk, torch.dtype, int]] = []
+        self._made: dict[int, Views] = {}
+        for chunk, dtype in spaces:
+            self._places.append((chunk, dtype, self.nbytes))
+            self.nbytes += round_up(chunk.total * dtype.itemsize, _ALIGN)
+
+    def of(self, slot: Slot) -> Views:
+        """The views of one slot."""
+        if slot.index not in self._made:
+            with torch.inference_mode(False), torch.no_grad():
+                flats = [slot.flat(dtype, offset, chunk.total) for chunk, dtype, offset in self._places]
+                params = [chunk.views(flat) for (chunk, _, _), flat in zip(self._places, flats, strict=True)]
+                self._made[slot.index] = Views(flats, params)
+        return self._made[slot.index]

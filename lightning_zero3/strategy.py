@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_zero3.callbacks import refuse_callbacks
 from lightning_zero3.comm import Communicator
-from lightning_zero3.engine import Engine
+from lightning_zero3.engine import Engine, check_prefetch
 from lightning_zero3.errors import Zero3Error
 from lightning_zero3.evenly import EvenSteps, evaluation_batches, training_batches
 from lightning_zero3.optim import ShardedOptimizers
@@ -30,7 +30,7 @@ from lightning_zero3.precision import PRECISIONS, Zero3PrecisionMixin
 from lightning_zero3.registry import register_strategies, register_with_pytorch_lightning
 from lightning_zero3.report import Report
 from lightning_zero3.shard import engine_of, full_state_dict, load_full_state_dict, shard_module, unshard_module
-from lightning_zero3.wrap import AutoWrapPolicy
+from lightning_zero3.wrap import AutoWrapPolicy, check_policy
 
 __all__ = ["Zero3Strategy", "Zero3StrategyMixin"]
 
@@ -105,12 +105,8 @@ class Zero3StrategyMixin(_Base):
             raise Zero3Error(f"state_dict_type={state_dict_type!r} is not supported; choose 'full'")
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise Zero3Error(f"start_method={start_method!r}: choose 'popen', 'spawn', 'fork' or 'forkserver'")
-        if isinstance(auto_wrap_policy, str) and auto_wrap_policy != "auto":
-            raise Zero3Error(
-                f"auto_wrap_policy={auto_wrap_policy!r}: give 'auto', a set of classes, a function or None"
-            )
-        if prefetch < 0:
-            raise Zero3Error(f"prefetch={prefetch}: give the number of layers to fetch ahead, 0 or more")
+        check_policy(auto_wrap_policy)
+        check_prefetch(prefetch)
         self.auto_wrap_policy = auto_wrap_policy
         self.prefetch = prefetch
         self.broadcast_buffers = broadcast_buffers

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_zero3.errors import Zero3Error
 
-__all__ = ["AutoWrapPolicy", "Plan", "plan_layers"]
+__all__ = ["AutoWrapPolicy", "Plan", "check_policy", "plan_layers"]
 
 AutoWrapPolicy = str | Collection[type[nn.Module]] | Callable[..., bool] | None
 
@@ -79,6 +79,12 @@ def plan_layers(root: nn.Module, policy: AutoWrapPolicy = "auto") -> tuple[list[
     return [plan for plan in plans.values() if plan.owned], top
 
 
+def check_policy(policy: AutoWrapPolicy) -> None:
+    """Raise for a name that is no policy; all else depends on the model."""
+    if isinstance(policy, str) and policy != "auto":
+        raise Zero3Error(f"auto_wrap_policy={policy!r}: give 'auto', a set of classes, a function or None")
+
+
 def _visit(
     module: nn.Module, inside: nn.Module, wrapped: set[nn.Module], users: dict[int, list[nn.Module]], seen: set
 ) -> None:
@@ -98,8 +104,7 @@ def _choose(root: nn.Module, policy: AutoWrapPolicy) -> list[nn.Module]:
     if policy is None:
         return []
     if isinstance(policy, str):
-        if policy != "auto":
-            raise Zero3Error(f"auto_wrap_policy={policy!r}: give 'auto', a set of module classes, a function or None")
+        check_policy(policy)
         return _auto(root)
     if callable(policy):
         if len(inspect.signature(policy).parameters) == 1:

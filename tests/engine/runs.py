@@ -14,7 +14,7 @@ from lightning_zero3.engine import Engine
 from lightning_zero3.optim import ShardedOptimizers
 from lightning_zero3.shard import engine_of, full_state_dict, shard_module
 from tests.harness.models import default_loss
-from tests.harness.oracles import Batches, Run, mean_over_ranks
+from tests.harness.oracles import Batches, Run, mean_over_ranks, train_loop
 
 
 def train_zero3(
@@ -36,17 +36,21 @@ def train_zero3(
     engine = shard_module(model, policy, prefetch=prefetch, precision=precision)
     optimizer = make_optimizer(model)
     sharded = ShardedOptimizers([optimizer], engine)
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        for micro in range(step * accumulation, (step + 1) * accumulation):
-            value = loss(model, batches(dist.get_rank(), micro))
-            (value / accumulation).backward()
-            losses.append(value.item())
+
+    def before_step() -> None:
         if clip is not None:
             clip_grad_norm_(sharded.segments(optimizer), engine.comm, clip)
-        optimizer.step()
-        each_step(engine)
+
+    losses = train_loop(
+        model,
+        optimizer,
+        batches,
+        steps,
+        accumulation=accumulation,
+        loss=loss,
+        before_step=before_step,
+        after_step=lambda: each_step(engine),
+    )
     grads = full_grads(model)
     names = dict(enumerate(_names_in_order(make_model(), make_optimizer)))
     saved = [sharded.state_dict(optimizer)["state"], full_state_dict(model)]

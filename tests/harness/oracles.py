@@ -13,7 +13,7 @@ same on every rank. All but `train_single` run inside a job of the pool.
 
 import tempfile
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +79,36 @@ def train_single(
     return _result(losses, model, optimizer)
 
 
+def train_loop(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batches: Batches,
+    steps: int,
+    *,
+    accumulation: int,
+    loss: Loss,
+    syncing: Callable[[bool], AbstractContextManager] = lambda last: nullcontext(),
+    before_step: Callable[[], None] = lambda: None,
+    after_step: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """The loop of every data-parallel form. Returns this rank's losses, one per micro-batch.
+
+    `syncing` surrounds each micro-batch; it is told whether it is the last one before a step.
+    """
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro in range(step * accumulation, (step + 1) * accumulation):
+            with syncing(micro == (step + 1) * accumulation - 1):
+                value = loss(model, batches(dist.get_rank(), micro))
+                (value / accumulation).backward()
+            losses.append(value.item())
+        before_step()
+        optimizer.step()
+        after_step()
+    return losses
+
+
 def train_ddp(
     make_model: Callable[[], nn.Module],
     batches: Batches,
@@ -93,17 +123,16 @@ def train_ddp(
     model = make_model()
     optimizer = make_optimizer(model)
     wrapped = DistributedDataParallel(model, **ddp_options)
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        for micro in range(step * accumulation, (step + 1) * accumulation):
-            last = micro == (step + 1) * accumulation - 1
-            with nullcontext() if last else wrapped.no_sync():
-                value = loss(wrapped, batches(dist.get_rank(), micro))
-                (value / accumulation).backward()
-            losses.append(value.item())
-        _clip(model, clip)
-        optimizer.step()
+    losses = train_loop(
+        wrapped,
+        optimizer,
+        batches,
+        steps,
+        accumulation=accumulation,
+        loss=loss,
+        syncing=lambda last: nullcontext() if last else wrapped.no_sync(),
+        before_step=lambda: _clip(model, clip),
+    )
     return _result(mean_over_ranks(losses), model, optimizer)
 
 
@@ -123,20 +152,28 @@ def train_fsdp2(
     scalars = [p for p in model.parameters() if p.ndim == 0]
     shard(model, (blocks or repeated_blocks)(model), set(scalars))
     optimizer = make_optimizer(model)
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        for micro in range(step * accumulation, (step + 1) * accumulation):
-            model.set_requires_gradient_sync(micro == (step + 1) * accumulation - 1)  # type: ignore[operator]
-            value = loss(model, batches(dist.get_rank(), micro))
-            (value / accumulation).backward()
-            losses.append(value.item())
+
+    def syncing(last: bool) -> AbstractContextManager:
+        model.set_requires_gradient_sync(last)  # type: ignore[operator]
+        return nullcontext()
+
+    def before_step() -> None:
         for p in scalars:
             if p.grad is not None:
                 dist.all_reduce(p.grad)
                 p.grad /= dist.get_world_size()
         _clip(model, clip)
-        optimizer.step()
+
+    losses = train_loop(
+        model,
+        optimizer,
+        batches,
+        steps,
+        accumulation=accumulation,
+        loss=loss,
+        syncing=syncing,
+        before_step=before_step,
+    )
     return _result(mean_over_ranks(losses), model, optimizer)
 
 
