@@ -119,6 +119,7 @@ class Chunk:
 
     def point_to(self, views: list[Tensor]) -> None:
         """Let the parameters' data be `views`."""
+        self._pointed_to = views
         for param, view in zip(self.params, views, strict=True):
             param.data = view
 
@@ -129,13 +130,7 @@ class Chunk:
 
     def check_parked(self) -> None:
         """Raise if someone wrote to, moved or cast a parameter since `park`."""
-        for i, (param, placeholder) in enumerate(zip(self.params, self._placeholders, strict=True)):
-            if param.data_ptr() != placeholder.data_ptr() or param.dtype != self.dtype:
-                raise Zero3Error(
-                    f"parameter {self.names[i]!r} of layer {self.layer!r} was replaced, moved or cast while sharded "
-                    f"(expected {self.dtype} on {self._scalars.device}). Call .to(), .half() or load weights before "
-                    "sharding, or inside `with gather_parameters(module, writeback=True):`."
-                )
+        self.check_in_place()
         wrong = next((i for i, p in enumerate(self.params) if p._version != self._versions[i]), None)
         if wrong is None and not self._scalars.is_cuda:  # `.data` writes leave no version; reading CUDA would stall it
             value = _poison(self.dtype)
@@ -146,6 +141,16 @@ class Chunk:
                 f"parameter {self.names[wrong]!r} of layer {self.layer!r} was written while sharded. Full parameters "
                 "exist only inside `with gather_parameters(module, writeback=True):`."
             )
+
+    def check_in_place(self) -> None:
+        """Raise if someone replaced, moved or cast a parameter since `point_to`."""
+        for name, param, view in zip(self.names, self.params, self._pointed_to, strict=True):
+            if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype:
+                raise Zero3Error(
+                    f"parameter {name!r} of layer {self.layer!r} was replaced, moved or cast while sharded "
+                    f"(expected {self.dtype} on {self._scalars.device}). Call .to(), .half() or load weights before "
+                    "sharding, or inside `with gather_parameters(module, writeback=True):`."
+                )
 
     def check_unwritten(self) -> None:
         """Raise if someone wrote to a full parameter since it was gathered: the change would be lost."""

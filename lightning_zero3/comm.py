@@ -55,6 +55,7 @@ class _Steps:
 
     def __init__(self) -> None:
         self.count = 0
+        self.meetings = 0
         self.last: deque[tuple[int, str]] = deque(maxlen=_LOG)
 
     def add(self, what: str) -> None:
@@ -236,22 +237,25 @@ class Communicator:
         return objects
 
     def together(self, what: str, timeout: timedelta | None = None) -> None:
-        """Make sure that every rank is here.
+        """Make sure that every rank is here. (A monitored barrier would name who is missing to the first rank only.)
 
         Raises:
-            Zero3Error: some rank did not come within the timeout. It names those ranks.
+            Zero3Error: some rank did not come within the timeout, by default a collective's. It names those ranks.
         """
         if self.world_size == 1:
             return
+        timeout = timeout or self._timeout
+        steps = self._groups.steps
+        steps.meetings += 1
+        places = [self._key(f"meeting {steps.meetings}", rank) for rank in range(self.world_size)]
+        self._store.set(places[self.rank], "here")
         try:
-            if timeout is None:
-                dist.monitored_barrier(group=self._groups.control, timeout=self._timeout, wait_all_ranks=True)
-            else:  # a monitored barrier names who is missing, but observes a timeout of its own on the first rank only
-                dist.barrier(group=self._groups.control, async_op=True).wait(timeout)
+            self._store.wait(places, timeout)
         except RuntimeError as error:
+            missing = [rank for rank, place in enumerate(places) if not self._store.check([place])]
             raise Zero3Error(
-                f"{what} must be called on every rank, but not all of {self.world_size} came "
-                f"(this is rank {self.rank}): {str(error).splitlines()[0]} Call it outside of `if rank == 0`."
+                f"{what} must be called on every rank, but not all of {self.world_size} came within {timeout} "
+                f"(this is rank {self.rank}; missing: {missing}). Call it outside of `if rank == 0`."
             ) from error
 
     def agree(self, what: str) -> None:
@@ -274,6 +278,14 @@ class Communicator:
             raise Zero3Error(_diverged(dict(enumerate(said))))
 
     # -- the watch over ranks that part ways --------------------------------------------------------------------------
+
+    @property
+    def _store(self) -> dist.Store:
+        return dist.distributed_c10d._get_default_store()
+
+    def _key(self, what: str, rank: int) -> str:
+        """Where this group of ranks keeps something in the store that all processes share."""
+        return f"lightning_zero3/{self._groups.fetch.group_name}/{what}/{rank}"
 
     def _log(self, what: str) -> None:
         if self.world_size > 1:
@@ -301,14 +313,12 @@ class Communicator:
 
     def _compare_steps(self) -> None:
         """Publish this rank's last collectives and look for a rank that did something else at the same place."""
-        store = dist.distributed_c10d._get_default_store()
-        name = f"lightning_zero3/{self._groups.fetch.group_name}"
-        store.set(f"{name}/{self.rank}", json.dumps(list(self._groups.steps.last)))
+        self._store.set(self._key("steps", self.rank), json.dumps(list(self._groups.steps.last)))
         mine = dict(self._groups.steps.last)
         for rank in range(self.world_size):
-            if rank == self.rank or not store.check([f"{name}/{rank}"]):
+            if rank == self.rank or not self._store.check([self._key("steps", rank)]):
                 continue
-            for count, what in json.loads(store.get(f"{name}/{rank}")):
+            for count, what in json.loads(self._store.get(self._key("steps", rank))):
                 if mine.get(count, what) != what:
                     raise Zero3Error(_diverged({self.rank: mine[count], rank: what}))
 

@@ -347,6 +347,9 @@ class Zero3Layer(nn.Module):
                     f"layer {self.name!r} was called under a torch.func transform (grad, vjp, vmap, ...), which "
                     "cannot see sharded parameters. Call it inside `with gather_parameters(module):`."
                 )
+            if self.state is LayerState.RESIDENT:  # no fetch will notice
+                for chunk in self.chunks:
+                    chunk.check_in_place()
             self.engine.before_use(self)
             self.engine.saved.push()
             self._releases_by_input = False

@@ -116,7 +116,7 @@ def test_state_dicts_of_sharded_modules_are_refused_with_the_remedy():
         model.load_state_dict(build().state_dict())
 
 
-@distributed(world=2)
+@distributed(world=[1, 2, 3, 4])
 def test_copies_casts_and_moves_are_refused_or_harmless():
     """E16."""
     model = build()
@@ -148,10 +148,10 @@ def test_unsharding_leaves_a_plain_module_on_the_first_rank():
         model.state_dict()
 
 
-def gather_on_first_rank_only(what):
+def gather_on_one_rank_only(what, rank):
     model = build()
     shard_module(model, is_linear)
-    if dist.get_rank() == 0:
+    if dist.get_rank() == rank:
         if what == "state":
             full_state_dict(model)
         else:
@@ -159,11 +159,13 @@ def gather_on_first_rank_only(what):
                 pass
 
 
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("what", ["state", "parameters"])
-def test_gathering_on_one_rank_only_is_an_error(what):
-    """L15."""
-    with pytest.raises(DistributedError, match=r"must be called on every rank.*Call it outside of `if rank == 0`"):
-        run(gather_on_first_rank_only, 2, what, deadline=60, timeout=5)
+def test_gathering_on_one_rank_only_is_an_error(what, rank):
+    """L15: on whichever rank it is, within the timeout, naming those that are missing."""
+    with pytest.raises(DistributedError, match=r"must be called on every rank.*Call it outside of `if rank == 0`") as e:
+        run(gather_on_one_rank_only, 2, what, rank, deadline=60, timeout=5)
+    assert f"missing: [{1 - rank}]" in str(e.value)
 
 
 @distributed(world=2)
