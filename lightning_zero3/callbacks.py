@@ -13,7 +13,6 @@ from lightning_zero3.errors import Zero3Error
 __all__ = ["MemoryReport", "refuse_callbacks"]
 
 _REFUSED = {
-    "BaseFinetuning": "it unfreezes parameters in mid-training, whose layers would have to be sharded anew",
     "ModelPruning": "it rewrites parameters, of which each rank has only a part",
     "StochasticWeightAveraging": "it averages full parameters, of which each rank has only a part",
     "WeightAveraging": "it averages full parameters, of which each rank has only a part",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -33,8 +34,8 @@ class PrecisionPolicy:
 class Segment(NamedTuple):
     """The part of a trainable chunk that belongs to one optimizer parameter group.
 
-    `param` is a view of chunk elements [lo, hi). `indices` are the consecutive parameters (spans of the layout) whose
-    elements it holds; some of them may lie on other ranks only.
+    `param` is a view of chunk elements [lo, hi). `indices` are the consecutive parameters (spans of the layout) of
+    which it holds elements.
     """
 
     param: nn.Parameter
@@ -90,10 +91,11 @@ class Chunk:
         self.total = self.size * comm.world_size  # elements of the padded flat space
         self.start = self.size * comm.rank  # where this rank's part of it begins
         self.data: Tensor = self._shard(comm, device)
+        self.followed = False  # by optimizers that notice when segments are split
         self.segments: list[Segment] = []
         if trainable:
             self.data = nn.Parameter(self.data)
-            self.segments = [Segment(self.data, 0, self.size, tuple(range(len(self.params))))]
+            self.segments = [Segment(self.data, 0, self.size, tuple(index for index, _, _ in self.pieces()))]
 
         self._scalars = torch.full((len(self.params),), _poison(self.dtype), dtype=self.dtype, device=device)
         self._placeholders = [scalar.expand(p.shape) for scalar, p in zip(self._scalars, self.params, strict=True)]
@@ -164,25 +166,29 @@ class Chunk:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def cut(self, runs: list[tuple[int, ...]]) -> list[Segment | None]:
-        """Cut the chunk for optimizers: for each run of consecutive parameters, its segment, or None if all of it lies
-        on other ranks.
+    def split(self, label: Callable[[int], Hashable]) -> None:
+        """Divide segments so that `label` (of a parameter's index) is the same for all that one segment holds.
 
-        Parameters in no run get no segment; their gradients are dropped. A segment that exists is kept as it is.
+        Segments are never joined again: what optimizers keep for their parts may differ by then. Gradients are divided
+        with them; optimizer state follows in `ShardedOptimizers`.
         """
-        had = {s.indices: s for s in self.segments}
-        cut: list[Segment | None] = []
-        for run in runs:
-            lo = max(self.layout.spans[run[0]].start - self.start, 0)
-            hi = min(self.layout.spans[run[-1]].stop - self.start, self.size)
-            if lo >= hi:
-                cut.append(None)
-            elif (old := had.get(run)) is not None and old.param is not self.data:
-                cut.append(old)
-            else:
-                cut.append(Segment(nn.Parameter(self.data.detach()[lo:hi]), lo, hi, run))
-        self.segments = [s for s in cut if s is not None]
-        return cut
+        segments = []
+        for segment in self.segments:
+            runs = [tuple(run) for _, run in groupby(segment.indices, label)]
+            for run in runs if len(runs) > 1 else ():
+                lo = max(self.layout.spans[run[0]].start - self.start, segment.lo)
+                hi = min(self.layout.spans[run[-1]].stop - self.start, segment.hi)
+                part = Segment(nn.Parameter(self.data.detach()[lo:hi]), lo, hi, run)
+                if segment.param.grad is not None:
+                    part.param.grad = segment.param.grad[lo - segment.lo : hi - segment.lo]
+                segments.append(part)
+            if len(runs) <= 1:
+                segments.append(segment)
+        self.segments = segments
+
+    def wanted(self, segment: Segment) -> bool:
+        """Whether a segment gets gradients."""
+        return segment.param.requires_grad and all(self.params[index].requires_grad for index in segment.indices)
 
     def pieces(self, segment: Segment | None = None) -> Iterator[tuple[int, slice, slice]]:
         """Which elements of which parameters a segment (default the whole chunk) holds.
@@ -213,8 +219,10 @@ class Chunk:
         `keep`: they may keep `part` itself. Otherwise its memory serves others; segments without a gradient get copies,
         so that `zero_grad(set_to_none=True)` frees what it seems to free.
         """
+        if self.followed:  # what was frozen since, or switched off by `toggle_optimizer`, gets no gradient
+            self.split(lambda index: self.params[index].requires_grad)
         for segment in self.segments:
-            if not segment.param.requires_grad:  # another optimizer's, switched off by `toggle_optimizer`
+            if self.followed and not self.wanted(segment):
                 continue
             piece = part[segment.lo : segment.hi]
             if segment.param.grad is not None:

@@ -31,7 +31,8 @@ class GradientCollector:
         self._reset()
 
     def _reset(self) -> None:
-        self.missing = set(self._all)
+        self._arrived: set[tuple[int, int]] = set()
+        self._missing: set[tuple[int, int]] = set()
         self._slot: Slot | None = None
         self._into: Views | None = None
 
@@ -40,13 +41,21 @@ class GradientCollector:
         """Whether any gradient has arrived since the last reduction."""
         return self._into is not None
 
+    def waits_for_only(self, place: int, index: int) -> bool:
+        """Whether one parameter's gradient is the last of those that are wanted now."""
+        if not self._arrived:
+            trainable = self._layer.trainable
+            self._missing = {(at, i) for at, i in self._all if trainable[at].params[i].requires_grad}
+        return self._missing == {(place, index)}
+
     def put(self, place: int, index: int, grad: Tensor) -> None:
         """Take in one parameter's gradient."""
-        again = self._into is not None and (place, index) not in self.missing  # nested passes bring gradients in parts
+        again = (place, index) in self._arrived  # nested passes bring gradients in parts
         if not again and self._is_flat(grad):
             self._layer.engine.touch()
             self._into = Views([grad.as_strided((grad.numel(),), (1,))], [[grad]])
-            self.missing.clear()
+            self._arrived.add((place, index))
+            self._missing.clear()
             return
         if self._into is None:
             self._take_memory()
@@ -61,7 +70,8 @@ class GradientCollector:
             torch.mul(grad, scale, out=target)
         else:
             target.copy_(grad)
-        self.missing.discard((place, index))
+        self._arrived.add((place, index))
+        self._missing.discard((place, index))
 
     def _is_flat(self, grad: Tensor) -> bool:
         """Whether a gradient needs no copy: it is all of the layer's, without padding, and laid out as it travels.
@@ -84,7 +94,7 @@ class GradientCollector:
         """The flat gradients, one `[total]` per trainable chunk, complete: what is missing and all padding are zero."""
         assert self._into is not None
         flats, views = self._into
-        for place, index in self.missing:
+        for place, index in self._all - self._arrived:
             views[place][index].zero_()
         for flat, gaps in zip(flats, self._gaps, strict=True):
             for lo, hi in gaps:

@@ -159,6 +159,8 @@ class Engine:
         self._borrowed.clear()
         for layer in self.layers:  # left over from a forward without backward; weights may have changed since
             layer.release()
+            if torch.is_grad_enabled():
+                layer.unfreeze()
         self._path = self._forward[torch.is_grad_enabled()]
         self._path.begin()
         if torch.is_grad_enabled() or self._buffers_differ:

@@ -83,30 +83,32 @@ class StandIns:
             Zero3Error: one was replaced by something else. On every rank, whoever holds the parameter.
         """
         for chunk in self._chunks() if self._made else ():
-            gone = {i for i, param in enumerate(chunk.params) if self._is_gone(chunk.names[i], param)}
-            for segment in chunk.segments if gone else ():
-                grad = segment.param.grad
-                if grad is None:
-                    continue
-                if all(i in gone and chunk.params[i].grad is None for i in segment.indices):
+            fates = [self._fate(name, param) for name, param in zip(chunk.names, chunk.params, strict=True)]
+            if not any(fates):
+                continue
+            chunk.split(fates.__getitem__)
+            for segment in chunk.segments:
+                fate = fates[segment.indices[0]] if segment.indices else None
+                if fate == "removed":
                     segment.param.grad = None
-                    continue
-                for index, _, here in chunk.pieces(segment):
-                    if index in gone:
-                        grad[here].zero_()
+                elif fate == "zeroed" and segment.param.grad is not None:
+                    segment.param.grad.zero_()
         for param, stand_in in self._made.items():
             stand_in.placed, stand_in.zeroed = param.grad is stand_in, False
 
-    def _is_gone(self, name: str, param: nn.Parameter) -> bool:
+    def _fate(self, name: str, param: nn.Parameter) -> str | None:
+        """What was done to a parameter's stand-in, if anything."""
         stand_in = self._made.get(param)
         if stand_in is None or not stand_in.placed:
-            return False
-        if param.grad is not None and param.grad is not stand_in:
+            return None
+        if param.grad is None:
+            return "removed"
+        if param.grad is not stand_in:
             raise Zero3Error(
                 f"the gradient of parameter {name!r} was replaced, but the real one is sharded over ranks. Change the "
                 "loss instead, or each rank's gradient by a hook (parameter.register_hook) before it is reduced."
             )
-        return param.grad is None or stand_in.zeroed
+        return "zeroed" if stand_in.zeroed else None
 
     def _chunks(self) -> Iterator[Chunk]:
         return (chunk for layer in self._engine.layers for chunk in layer.trainable)

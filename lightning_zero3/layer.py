@@ -104,46 +104,88 @@ class Zero3Layer(nn.Module):
             for _, param in owned:
                 if param.is_floating_point():
                     param.data = param.data.to(dtype)
-        kinds = sorted({(not p.requires_grad, str(p.dtype)) for _, p in owned})
-        self.chunks = [
-            Chunk(
-                [(n, p) for n, p in owned if (not p.requires_grad, str(p.dtype)) == kind],
-                layer=self.name,
-                trainable=not kind[0],
-                comm=comm,
-                device=device,
-                policy=engine.policy,
-            )
-            for kind in kinds
-        ]
-        self.trainable = [c for c in self.chunks if c.trainable]
         self.join(engine)
         self.state = LayerState.SHARDED
         self.updates = 0  # of the weights, by optimizers
         self.depth = 0  # calls in progress
         self._slot: Slot | None = None
         self._fetch: Pending | None = None
-        self._views = SlotViews([(c, c.compute_dtype) for c in self.chunks])
         self._releases_by_input = False  # this use's input gradients will tell when backward is done with it
-        self.grads = GradientCollector(self)
-
-        for chunk in self.chunks:
-            for param in chunk.params:
-                _owners[param] = self
+        for _, param in owned:
+            _owners[param] = self
         self._hooks: list[Any] = []
-        for place, chunk in enumerate(self.trainable):
-            for index, param in enumerate(chunk.params):
-                self._hooks.append(param.register_post_accumulate_grad_hook(partial(self._on_grad, place, index)))
+        self._grad_hooks: list[Any] = []
+        self._arrange(self._chunks_of(owned, device))
         for entry in self.entries:
             self._hooks.append(entry.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
             self._hooks.append(entry.register_forward_hook(self._after_forward, always_call=True))
         self._guard_owners()
         for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[shared] = getattr(module, shared)
-        if not self.chunks or (comm.world_size == 1 and all(c.compute_dtype == c.dtype for c in self.chunks)):
-            for chunk in self.chunks:
+
+    def _chunks_of(self, named: list[tuple[str, nn.Parameter]], device: torch.device) -> list[Chunk]:
+        """Shard full parameters: one chunk for each dtype of those that train, and of those that do not."""
+        engine = self.engine
+        kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
+        for name, param in sorted(named, key=lambda item: (not item[1].requires_grad, str(item[1].dtype))):
+            kinds.setdefault((param.requires_grad, param.dtype), []).append((name, param))
+        return [
+            Chunk(members, layer=self.name, trainable=trains, comm=engine.comm, device=device, policy=engine.policy)
+            for (trains, _), members in kinds.items()
+        ]
+
+    def _arrange(self, chunks: list[Chunk]) -> None:
+        """Let these be the layer's chunks."""
+        self.chunks = sorted(chunks, key=lambda chunk: not chunk.trainable)
+        self.trainable = [c for c in self.chunks if c.trainable]
+        self._views = SlotViews([(c, c.compute_dtype) for c in self.chunks])
+        self.grads = GradientCollector(self)
+        for hook in self._grad_hooks:
+            hook.remove()
+        self._grad_hooks = [
+            param.register_post_accumulate_grad_hook(partial(self._on_grad, place, index))
+            for place, chunk in enumerate(self.trainable)
+            for index, param in enumerate(chunk.params)
+        ]
+        alone = self.engine.comm.world_size == 1 and all(c.compute_dtype == c.dtype for c in self.chunks)
+        self.state = LayerState.RESIDENT if alone or not self.chunks else LayerState.SHARDED
+        for chunk in self.chunks:
+            if alone:
                 chunk.point_to(chunk.views(chunk.data.detach()))
-            self.state = LayerState.RESIDENT
+            else:
+                chunk.park()
+
+    @torch.no_grad()
+    def unfreeze(self) -> None:
+        """Let fixed parameters train that `requires_grad` now: they move to a trainable chunk of their own.
+
+        What was trainable stays where it is, so that optimizers keep their state. A parameter that is frozen again
+        stays in its trainable chunk and gets no gradient.
+        """
+        chunks: list[Chunk] = []
+        for chunk in self.chunks if self.state is not LayerState.GATHERED else ():
+            wanting = [n for n, p in zip(chunk.names, chunk.params, strict=True) if p.requires_grad]
+            if chunk.trainable or not wanting:
+                chunks.append(chunk)
+                continue
+            self.engine.comm.agree(f"unfreezing of {len(wanting)} parameters from {wanting[0]!r} on")
+            chunk.point_to(chunk.views(self.gather([chunk])[0]))
+            chunks += self._chunks_of(list(zip(chunk.names, chunk.params, strict=True)), chunk.data.device)
+        if not set(chunks) <= set(self.chunks):
+            self._arrange(chunks)
+            self.updates += 1  # weights saved for backward lay elsewhere
+
+    def gather(self, chunks: list[Chunk]) -> list[Tensor]:
+        """Full flat spaces as stored (masters, not the compute dtype), one `[total]` per chunk, in new memory."""
+        comm = self.engine.comm
+        flats = []
+        with torch.no_grad(), torch.inference_mode(False):
+            for chunk in chunks:
+                flat = torch.empty(chunk.total, dtype=chunk.dtype, device=chunk.data.device)
+                comm.own(flat).copy_(chunk.data.detach())
+                flats.append(flat)
+            comm.wait(comm.gather(f"layer {self.name!r}", flats))
+        return flats
 
     def join(self, engine: Engine) -> None:
         """Become the next layer of `engine`, before the first use."""
@@ -152,7 +194,7 @@ class Zero3Layer(nn.Module):
 
     def leave_module(self) -> None:
         """Take the hooks off the module, which is then on its own; its parameters stay as they are."""
-        for hook in self._hooks:
+        for hook in self._hooks + self._grad_hooks:
             hook.remove()
         for chunk in self.chunks:
             for param in chunk.params:
@@ -400,7 +442,7 @@ class Zero3Layer(nn.Module):
         grad, param.grad = param.grad, None
         if grad is None:
             return
-        last = self.grads.missing == {(place, index)}
+        last = self.grads.waits_for_only(place, index)
         if last and not (self._releases_by_input and len(self.trainable) < len(self.chunks)):
             # Every use of a weight contributes to its gradient: nobody needs the slot any more, and the gradient may
             # take it. (Not so with fixed parameters in the layer; then the input's gradient tells.)

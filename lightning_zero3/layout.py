@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -99,14 +99,3 @@ class Layout:
             at = span.stop
         if total > at:
             yield at, total
-
-    def runs(self, indices: Collection[int]) -> Iterator[list[int]]:
-        """Maximal runs of consecutive spans whose indices are in `indices`."""
-        run: list[int] = []
-        for i in sorted(indices):
-            if run and i != run[-1] + 1:
-                yield run
-                run = []
-            run.append(i)
-        if run:
-            yield run

@@ -1,8 +1,9 @@
 """Optimizers over segments, and their state as plain PyTorch would have it.
 
-`configure_optimizers` runs unmodified, on the real parameters. Afterwards each parameter group's parameters are
-replaced by segments: views of the chunks, one for each unbroken run of the group's parameters in a layer. Whatever an
-optimizer does element by element it then does to this rank's part of the model, and no more.
+`configure_optimizers` runs unmodified, on the real parameters, and `param_groups` go on showing them: to schedulers,
+callbacks and whoever adds a group. For the time of a step they hold segments instead: views of the chunks, one for each
+unbroken run of a group's parameters in a layer. Whatever an optimizer does element by element it then does to this
+rank's part of the model, and no more. Its state is kept under the segments.
 
 In a checkpoint the state is per parameter again, in full shape, under the numbers that plain PyTorch gives parameters,
 so that it can be resumed under any strategy.
@@ -10,8 +11,8 @@ so that it can be resumed under any strategy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,23 +49,14 @@ _NOT_ELEMENTWISE = {
 
 _SCALARS = {"step", "mu_product", "eta", "mu"}  # per-parameter state that is one number, in torch.optim
 
-_Run = tuple[int, ...]
-
-
-@dataclass
-class _Group:
-    """One parameter group: the parameters it was given, and the runs of them that its segments cover."""
-
-    params: list[nn.Parameter]
-    runs: list[tuple[Chunk, _Run]] = field(default_factory=list)
-    outside: list[nn.Parameter] = field(default_factory=list)  # not the module's; left as they are
+_Place = tuple[Chunk, int]  # a parameter's chunk, and its index there
 
 
 class ShardedOptimizers:
     """All optimizers of one sharded module.
 
     Args:
-        optimizers: built from the module's parameters. Their groups are changed in place.
+        optimizers: built from the module's parameters.
         engine: which shards the module.
 
     Raises:
@@ -73,82 +65,82 @@ class ShardedOptimizers:
 
     def __init__(self, optimizers: list[Optimizer], engine: Engine) -> None:
         self.engine = engine
+        self._optimizers = optimizers
         self._stand_ins = StandIns(engine)
-        self._groups: dict[Optimizer, list[_Group]] = {}
+        self._places: dict[int, _Place] = {}  # by id() of the parameter
+        self._segments: dict[Optimizer, list[list[tuple[Chunk, Segment]]]] = {}  # of each group
+        self._real: dict[Optimizer, list[list[nn.Parameter]]] = {}  # the groups' parameters while segments are shown
+        self._seen: Any = None
         self._stepped: set[Optimizer] = set()
-        self._places = {
-            id(p): (chunk, i)
-            for layer in engine.layers
-            for chunk in layer.trainable
-            for i, p in enumerate(chunk.params)
-        }
-        states: dict[Optimizer, dict[int, dict[str, Any]]] = {}
-        seen: set[int] = set()
-        self._check_frozen()
         for optimizer in optimizers:
             for name in (c.__name__ for c in type(optimizer).__mro__ if c.__name__ in _NOT_ELEMENTWISE):
                 raise Zero3Error(
                     f"{name} cannot run on shards: {_NOT_ELEMENTWISE[name]}, and each rank has only a part of them. "
                     "Use an optimizer that works element by element (SGD, Adam, AdamW, RMSprop, Adagrad, ...)."
                 )
-            groups = []
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    if id(param) in seen:
-                        raise Zero3Error(f"parameter {_name(param)} is in two optimizers; give it to one")
-                    seen.add(id(param))
-                groups.append(self._group(group["params"]))
-            self._groups[optimizer] = groups
-            states[optimizer] = self._take_states(optimizer)
-        self._cut()
-        for optimizer, state in states.items():  # of optimizers that make state in their constructor (Adagrad)
-            if state:
-                self._put_states(optimizer, state)
+        self._assign()
+        for optimizer in optimizers:
+            numbers = self._ids(optimizer)
+            made = {numbers[id(p)]: optimizer.state.pop(p) for p in list(optimizer.state) if id(p) in numbers}
+            if any(made.values()):  # optimizers that make state in their constructor (Adagrad)
+                self._put_states(optimizer, made)
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
+            optimizer.register_state_dict_pre_hook(self._before_state_dict)
+            optimizer.register_load_state_dict_pre_hook(self._before_state_dict)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def before_backward(self) -> None:
         """Gradients of parameters become what autograd wants them to be."""
-        self._check_frozen()
         self._stand_ins.remove()
 
     def after_backward(self) -> None:
         """Gradients of parameters become stand-ins."""
         self._stand_ins.place()
 
+    def settle(self) -> None:
+        """Do to the gradients what was done to the stand-ins: `zero_grad` frees what it seems to free."""
+        self._stand_ins.settle()
+
     def release(self) -> None:
         """Leave the module without stand-ins."""
         self._stand_ins.remove()
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if len(optimizer.param_groups) != len(self._groups[optimizer]):
-            raise Zero3Error(
-                f"a parameter group was added to {type(optimizer).__name__} after set-up, when its parameters had "
-                "become shards. Return all groups from configure_optimizers; one's learning rate may be 0 for a while."
-            )
-        self._stand_ins.settle()
+    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        given = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        self._show(optimizer)
+        if given is None:
+            return None
+
+        def closure() -> Any:
+            self._hide(optimizer)  # forward, backward and callbacks see parameters
+            result = given()
+            self._show(optimizer)
+            return result
+
+        return ((optimizer, closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._hide(optimizer)
         self.engine.weights_changed(self._layers(optimizer))
         if optimizer not in self._stepped:
             self._stepped.add(optimizer)
-            for segment in self.segments(optimizer):
-                for key, value in optimizer.state.get(segment, {}).items():
-                    if isinstance(value, Tensor) and value.shape != segment.shape and value.numel() > 1:
+            for segment in (s for _, s in self._of(optimizer)):
+                for key, value in optimizer.state.get(segment.param, {}).items():
+                    if isinstance(value, Tensor) and value.shape != segment.param.shape and value.numel() > 1:
                         raise Zero3Error(
                             f"{type(optimizer).__name__} keeps {key!r} of shape {list(value.shape)} for "
-                            f"{segment.numel()} elements: it does not work element by element, so not on shards"
+                            f"{segment.param.numel()} elements: it does not work element by element, so not on shards"
                         )
 
-    def _check_frozen(self) -> None:
-        for chunk in (c for layer in self.engine.layers for c in layer.chunks if not c.trainable):
-            for name in (n for n, p in zip(chunk.names, chunk.params, strict=True) if p.requires_grad):
-                raise Zero3Error(
-                    f"parameter {name!r} wants a gradient, but it was frozen when the module was sharded. Freeze and "
-                    "unfreeze before the Trainer's first stage, or load the checkpoint into a new module."
-                )
+    def _before_state_dict(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer not in self._real:
+            raise Zero3Error(
+                f"the state of {type(optimizer).__name__} is sharded over ranks. Save it with "
+                "trainer.save_checkpoint() or trainer.strategy.optimizer_state(optimizer), on every rank; load it with "
+                "trainer.fit(ckpt_path=...)."
+            )
 
     def grad_norms(self, norm_type: float) -> dict[str, Tensor]:
         """Norm of each trainable parameter's gradient, by name; the same on every rank."""
@@ -169,59 +161,99 @@ class ShardedOptimizers:
 
     # -- segments -----------------------------------------------------------------------------------------------------
 
-    def _group(self, params: Iterable[nn.Parameter]) -> _Group:
-        group = _Group(list(params))
-        members: dict[Chunk, set[int]] = {}
-        for param in group.params:
-            if id(param) in self._places:
-                chunk, index = self._places[id(param)]
-                members.setdefault(chunk, set()).add(index)
-            elif layer_of(param) is None:
-                group.outside.append(param)
-        group.runs = [(chunk, tuple(run)) for chunk, indices in members.items() for run in chunk.layout.runs(indices)]
-        return group
-
-    def _cut(self) -> None:
-        """Cut all chunks as the groups' runs say, and let the optimizers see the segments."""
-        by_chunk: dict[Chunk, list[_Run]] = {c: [] for layer in self.engine.layers for c in layer.trainable}
-        for group in (g for groups in self._groups.values() for g in groups):
-            for chunk, run in group.runs:
-                by_chunk[chunk].append(run)
-        segments: dict[tuple[Chunk, _Run], Segment] = {}
-        for chunk, runs in by_chunk.items():
-            for run, segment in zip(runs, chunk.cut(runs), strict=True):
-                if segment is not None:
-                    segments[chunk, run] = segment
-        self._segments = segments
-        for optimizer, groups in self._groups.items():
-            kept = dict(optimizer.state)
-            for param_group, group in zip(optimizer.param_groups, groups, strict=True):
-                found = [segments[key].param for key in group.runs if key in segments]
-                param_group["params"] = found + group.outside
-            optimizer.state.clear()
-            for param in (p for g in optimizer.param_groups for p in g["params"]):
-                if param in kept:
-                    optimizer.state[param] = kept[param]
-
-    def _layers(self, optimizer: Optimizer) -> list[Zero3Layer]:
-        layers = {layer_of(p) for g in self._groups[optimizer] for p in g.params}
-        return sorted((layer for layer in layers if layer is not None), key=lambda layer: layer.index)
+    def params(self, optimizer: Optimizer) -> list[list[nn.Parameter]]:
+        """The real parameters of each group."""
+        return self._real.get(optimizer) or [group["params"] for group in optimizer.param_groups]
 
     def segments(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """This rank's segments of one optimizer, with their gradients as they are to be used."""
+        """What an optimizer updates on this rank, with gradients as they are to be used."""
+        with self.showing_segments(optimizer):
+            return [p for group in optimizer.param_groups for p in group["params"]]
+
+    @contextmanager
+    def showing_segments(self, optimizer: Optimizer) -> Iterator[None]:
+        """Inside, `param_groups` hold segments, with their gradients, instead of parameters."""
+        shown = optimizer in self._real
+        if not shown:
+            self._show(optimizer)
+        try:
+            yield
+        finally:
+            if not shown:
+                self._hide(optimizer)
+
+    def _show(self, optimizer: Optimizer) -> None:
+        self._hide(optimizer)  # after an exception in a step
         self._stand_ins.settle()
-        return [p for group in optimizer.param_groups for p in group["params"]]
+        self._assign()
+        self._real[optimizer] = self.params(optimizer)
+        for group, found in zip(optimizer.param_groups, self._segments[optimizer], strict=True):
+            group["params"] = [s.param for _, s in found] + [p for p in group["params"] if layer_of(p) is None]
+
+    def _hide(self, optimizer: Optimizer) -> None:
+        for group, params in zip(optimizer.param_groups, self._real.pop(optimizer, ()), strict=False):
+            group["params"] = params
+
+    def _assign(self) -> None:
+        """Find each group's segments, after whatever was added, unfrozen or split since the last time."""
+        chunks = [c for layer in self.engine.layers for c in layer.trainable]
+        groups = [params for optimizer in self._optimizers for params in self.params(optimizer)]
+        seen = [[id(p) for p in params] for params in groups], [id(s.param) for c in chunks for s in c.segments]
+        if seen == self._seen:
+            return
+        self._places = {id(p): (chunk, i) for chunk in chunks for i, p in enumerate(chunk.params)}
+        group_of: dict[int, int] = {}
+        for number, params in enumerate(groups):
+            for param in params:
+                if id(param) in group_of:
+                    raise Zero3Error(f"parameter {_name(param)} is in two optimizers; give it to one")
+                group_of[id(param)] = number
+        found: list[list[tuple[Chunk, Segment]]] = [[] for _ in groups]
+        for chunk in chunks:
+            chunk.followed = True
+            chunk.split([group_of.get(id(p)) for p in chunk.params].__getitem__)
+            for segment in chunk.segments:
+                owner = group_of.get(id(chunk.params[segment.indices[0]])) if segment.indices else None
+                segment.param.requires_grad_(owner is not None)  # nobody's: no gradient
+                if owner is not None:
+                    found[owner].append((chunk, segment))
+        before = {optimizer: self._of(optimizer) for optimizer in self._segments}
+        numbers = iter(found)
+        self._segments = {o: [next(numbers) for _ in self.params(o)] for o in self._optimizers}
+        for optimizer, old in before.items():
+            self._divide_state(optimizer, old)
+        self._seen = seen[0], [id(s.param) for c in chunks for s in c.segments]
+
+    def _divide_state(self, optimizer: Optimizer, before: list[tuple[Chunk, Segment]]) -> None:
+        """Give to the parts of segments that were split since `before` what the whole had."""
+        now = self._of(optimizer)
+        there = {segment.param for _, segment in now}
+        for chunk, old in before:
+            if old.param in there or not (state := optimizer.state.pop(old.param, None)):
+                continue
+            for other, new in now:
+                if other is chunk and old.lo <= new.lo and new.hi <= old.hi:
+                    part = slice(new.lo - old.lo, new.hi - old.lo)
+                    optimizer.state[new.param] = {
+                        k: v[part].clone() if _per_element(v, old.param) else _clone(v) for k, v in state.items()
+                    }
+
+    def _of(self, optimizer: Optimizer) -> list[tuple[Chunk, Segment]]:
+        return [pair for group in self._segments[optimizer] for pair in group]
+
+    def _layers(self, optimizer: Optimizer) -> list[Zero3Layer]:
+        layers = {layer_of(p) for params in self.params(optimizer) for p in params}
+        return sorted((layer for layer in layers if layer is not None), key=lambda layer: layer.index)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def _ids(self, optimizer: Optimizer) -> dict[int, int]:
         """id() of each parameter -> the number it has in a state dict."""
-        return {id(p): i for i, p in enumerate(p for g in self._groups[optimizer] for p in g.params)}
+        return {id(p): i for i, p in enumerate(p for params in self.params(optimizer) for p in params)}
 
-    def _take_states(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-        numbers = self._ids(optimizer)
-        states = {numbers[id(p)]: optimizer.state.pop(p) for p in list(optimizer.state) if id(p) in numbers}
-        return {number: state for number, state in states.items() if state}
+    def _outside(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """Parameters that are not the module's; left as they are."""
+        return [p for params in self.params(optimizer) for p in params if layer_of(p) is None]
 
     @torch.no_grad()
     def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -230,23 +262,22 @@ class ShardedOptimizers:
         Returns:
             On the first rank everything, tensors on the CPU. On the others the groups only.
         """
+        self._assign()
         ids, comm = self._ids(optimizer), self.engine.comm
         param_groups = [
-            {**{k: v for k, v in param_group.items() if k != "params"}, "params": [ids[id(p)] for p in group.params]}
-            for param_group, group in zip(optimizer.param_groups, self._groups[optimizer], strict=True)
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [ids[id(p)] for p in params]}
+            for group, params in zip(optimizer.param_groups, self.params(optimizer), strict=True)
         ]
 
         # What each rank's segments hold, by parameter: the dtype of what is per element, and all else as it is.
         held: dict[int, dict[str, Any]] = {}
-        for group in self._groups[optimizer]:
-            for chunk, run in group.runs:
-                segment = self._segments.get((chunk, run))
-                state = optimizer.state.get(segment.param, {}) if segment else {}
-                for index in run if state else ():
-                    held[ids[id(chunk.params[index])]] = {
-                        key: value.dtype if _per_element(value, segment.param) else _on_cpu(value)  # type: ignore[union-attr]
-                        for key, value in state.items()
-                    }
+        for chunk, segment in self._of(optimizer):
+            state = optimizer.state.get(segment.param, {})
+            for index in segment.indices if state else ():
+                held[ids[id(chunk.params[index])]] = {
+                    key: value.dtype if _per_element(value, segment.param) else _on_cpu(value)
+                    for key, value in state.items()
+                }
         merged: dict[int, dict[str, Any]] = {}
         for part in comm.all_objects(held):
             for number, state in part.items():
@@ -254,22 +285,23 @@ class ShardedOptimizers:
 
         # Each parameter gets numbers of its own: a step count that two parameters share would count twice when resumed.
         states = {n: {k: _clone(v) for k, v in s.items()} for n, s in sorted(merged.items())}
-        for chunk in dict.fromkeys(chunk for g in self._groups[optimizer] for chunk, _ in g.runs):
-            runs = [run for g in self._groups[optimizer] for c, run in g.runs if c is chunk]
-            owned = {ids[id(chunk.params[i])]: i for run in runs for i in run}
-            keys = {k: v for n in owned for k, v in merged.get(n, {}).items() if isinstance(v, torch.dtype)}
+        owned: dict[Chunk, dict[int, int]] = {}  # this optimizer's in each chunk, on all ranks in the same order
+        for key_of_param, number in ids.items():
+            if key_of_param in self._places:
+                chunk, index = self._places[key_of_param]
+                owned.setdefault(chunk, {})[number] = index
+        for chunk, numbers in owned.items():
+            keys = {k: v for n in numbers for k, v in merged.get(n, {}).items() if isinstance(v, torch.dtype)}
             for key, dtype in keys.items():
                 flat = torch.zeros(chunk.total, dtype=dtype, device=chunk.data.device)
-                for run in runs:
-                    segment = self._segments.get((chunk, run))
-                    if segment is not None and key in optimizer.state.get(segment.param, {}):
+                for other, segment in self._of(optimizer):
+                    if other is chunk and key in optimizer.state.get(segment.param, {}):
                         comm.own(flat)[segment.lo : segment.hi] = optimizer.state[segment.param][key]
                 comm.wait(comm.gather(f"optimizer state {key!r} of layer {chunk.layer!r}", [flat]))
-                if comm.rank == 0:
-                    for number, index in owned.items():
-                        if key in states.get(number, {}):
-                            states[number][key] = chunk.layout.spans[index].view(flat).clone().cpu()
-        for param in (p for g in self._groups[optimizer] for p in g.outside):
+                for number, index in numbers.items() if comm.rank == 0 else ():
+                    if key in states.get(number, {}):
+                        states[number][key] = chunk.layout.spans[index].view(flat).clone().cpu()
+        for param in self._outside(optimizer):
             if param in optimizer.state:
                 states[ids[id(param)]] = dict(optimizer.state[param])
         return {"state": states if comm.rank == 0 else {}, "param_groups": param_groups}
@@ -280,8 +312,7 @@ class ShardedOptimizers:
         Raises:
             Zero3Error: other groups than this optimizer has.
         """
-        groups = self._groups[optimizer]
-        sizes = [len(g.params) for g in groups]
+        sizes = [len(params) for params in self.params(optimizer)]
         given = [len(g["params"]) for g in state_dict["param_groups"]]
         if sizes != given:
             raise Zero3Error(
@@ -296,54 +327,40 @@ class ShardedOptimizers:
     def _put_states(
         self, optimizer: Optimizer, states: dict[int, dict[str, Any]], param_groups: list[dict[str, Any]] | None = None
     ) -> None:
+        self._assign()
         ids = self._ids(optimizer)
 
-        def signature(chunk: Chunk, index: int) -> Any:
+        def signature(chunk: Chunk) -> Callable[[int], Any]:
             """Parameters share a segment only if their state differs in nothing but elements."""
-            param = chunk.params[index]
-            state = states.get(ids[id(param)])
-            if state is None:
-                return None
-            return [(k, None if _fits(k, v, param) else _plain(v)) for k, v in sorted(state.items())]
 
-        for group in self._groups[optimizer]:
-            runs: list[tuple[Chunk, _Run]] = []
-            members: dict[Chunk, list[int]] = {}
-            for chunk, run in group.runs:
-                members.setdefault(chunk, []).extend(run)
-            for chunk, indices in members.items():
-                for unbroken in chunk.layout.runs(indices):
-                    part = [unbroken[0]]
-                    for index in unbroken[1:]:
-                        if signature(chunk, index) != signature(chunk, part[-1]):
-                            runs.append((chunk, tuple(part)))
-                            part = []
-                        part.append(index)
-                    runs.append((chunk, tuple(part)))
-            group.runs = runs
-        self._cut()
+            def of(index: int) -> Any:
+                param = chunk.params[index]
+                state = states.get(ids.get(id(param), -1))
+                if state is None:
+                    return None
+                return [(k, None if _fits(k, v, param) else _plain(v)) for k, v in sorted(state.items())]
 
-        converted: dict[str, Any] = {"state": {}, "param_groups": []}
-        number = 0
-        for i, group in enumerate(self._groups[optimizer]):
-            numbers = []
-            for key in group.runs:
-                segment = self._segments.get(key)
-                if segment is None:
-                    continue
-                state = self._part_of(segment, key[0], states, ids)
-                if state:
-                    converted["state"][number] = state
-                numbers.append(number)
-                number += 1
-            for param in group.outside:
-                if ids[id(param)] in states:
-                    converted["state"][number] = states[ids[id(param)]]
-                numbers.append(number)
-                number += 1
-            options = param_groups[i] if param_groups else optimizer.param_groups[i]
-            converted["param_groups"].append({**{k: v for k, v in options.items() if k != "params"}, "params": numbers})
-        optimizer.load_state_dict(converted)
+            return of
+
+        for chunk in {chunk: None for chunk, _ in self._of(optimizer)}:
+            chunk.split(signature(chunk))
+
+        with self.showing_segments(optimizer):
+            converted: dict[str, Any] = {"state": {}, "param_groups": []}
+            first = 0
+            for group, found, params in zip(
+                param_groups or optimizer.param_groups,
+                self._segments[optimizer],
+                self.params(optimizer),
+                strict=True,
+            ):
+                parts = [self._part_of(segment, chunk, states, ids) for chunk, segment in found]
+                parts += [states.get(ids[id(p)], {}) for p in params if layer_of(p) is None]
+                numbers = list(range(first, first + len(parts)))
+                first += len(parts)
+                converted["state"].update((n, part) for n, part in zip(numbers, parts, strict=True) if part)
+                converted["param_groups"].append({**group, "params": numbers})
+            optimizer.load_state_dict(converted)
 
     def _part_of(
         self, segment: Segment, chunk: Chunk, states: dict[int, dict[str, Any]], ids: dict[int, int]

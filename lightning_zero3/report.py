@@ -37,12 +37,11 @@ class Report:
         ours = elements = 0
         per_element = 0.0
         for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    state = [v for v in optimizer.state.get(param, {}).values() if isinstance(v, Tensor)]
-                    ours += sum(v.nbytes for v in state)
-                    per_element += sum(v.nbytes for v in state if v.shape == param.shape)
-                    elements += param.numel()
+            for param, held in optimizer.state.items():
+                state = [v for v in held.values() if isinstance(v, Tensor)]
+                ours += sum(v.nbytes for v in state)
+                per_element += sum(v.nbytes for v in state if v.shape == param.shape)
+                elements += param.numel()
         trainable = sum(n for c, n in numel.items() if c.trainable)
         return cls(
             world_size=engine.comm.world_size,

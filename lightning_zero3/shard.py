@@ -100,19 +100,6 @@ def _bare_state_dict(module: nn.Module, engine: Engine) -> dict[str, Any]:
         engine.bare_state_dicts = False
 
 
-def _gather(layer: Zero3Layer) -> list[Tensor]:
-    """A layer's full flat spaces as stored (masters, not the compute dtype), one `[total]` per chunk, in new memory."""
-    comm = layer.engine.comm
-    flats = []
-    with torch.no_grad(), torch.inference_mode(False):
-        for chunk in layer.chunks:
-            flat = torch.empty(chunk.total, dtype=chunk.dtype, device=chunk.data.device)
-            comm.own(flat).copy_(chunk.data.detach())
-            flats.append(flat)
-        comm.wait(comm.gather(f"layer {layer.name!r}", flats))
-    return flats
-
-
 @contextmanager
 def gather_parameters(module: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
     """Full parameters of `module`, as stored, for as long as the context lasts. Entered on every rank.
@@ -140,7 +127,7 @@ def gather_parameters(module: nn.Module, writeback: bool = False) -> Iterator[nn
         if layer.state in (LayerState.RESIDENT, LayerState.GATHERED):
             continue  # full already
         layer.release()
-        full = _gather(layer)
+        full = layer.gather(layer.chunks)
         layer.hold(full)
         held.append((layer, full))
     try:
@@ -180,7 +167,7 @@ def full_state_dict(module: nn.Module, rank0_only: bool = True) -> dict[str, Any
     wanted = engine.comm.rank == 0 or not rank0_only
     full: dict[int, Tensor] = {}
     for layer in layers:
-        for chunk, flat in zip(layer.chunks, _gather(layer), strict=True):
+        for chunk, flat in zip(layer.chunks, layer.gather(layer.chunks), strict=True):
             for param, view in zip(chunk.params, chunk.views(flat), strict=True) if wanted else ():
                 full[id(param)] = view.clone(memory_format=torch.preserve_format).cpu()
     if not wanted:

@@ -278,6 +278,8 @@ class Zero3StrategyMixin(_Base):
         return output
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._sharded_optimizers is not None
+        self._sharded_optimizers.settle()
         return self._step(self.precision_plugin.train_step_context(), self.lightning_module.training_step, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -398,6 +400,14 @@ class Zero3StrategyMixin(_Base):
         p = float(norm_type)
         norms = {f"grad_{p}_norm/{name}": v for name, v in self._sharded_optimizers.grad_norms(p).items()}
         return {**norms, f"grad_{p}_norm_total": torch.stack(list(norms.values())).norm(p)}
+
+    def segments(self, optimizer: Any) -> list[nn.Parameter]:
+        """This rank's shards that an optimizer updates: flat, with their gradients; `optimizer.state` is kept by them.
+
+        For those who want to look inside, between a backward and the step. A rank may have none.
+        """
+        assert self._sharded_optimizers is not None
+        return self._sharded_optimizers.segments(getattr(optimizer, "optimizer", optimizer))  # of a LightningOptimizer
 
     def report(self) -> Report:
         """Bytes per rank of model states and slots, beside what DDP would take. After set-up; exact after a step."""

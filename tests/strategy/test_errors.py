@@ -6,7 +6,6 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
     EMAWeightAveraging,
     ModelPruning,
     StochasticWeightAveraging,
@@ -143,54 +142,11 @@ def test_a_parameter_in_two_optimizers_is_named():
         fit(Shared())
 
 
-class Growing(Task):
-    """Adds a parameter group in mid-training."""
-
-    def on_train_batch_start(self, batch, batch_idx):
-        if batch_idx == 1:
-            self.optimizers().optimizer.add_param_group({"params": [self.net.blocks[0].linear.weight]})
-
-
-@distributed(world=2)
-def test_a_parameter_group_added_after_set_up_is_refused():
-    def only_head(net):
-        return torch.optim.SGD(net.head.parameters(), lr=0.1)
-
-    with pytest.raises(Zero3Error, match="parameter group was added to SGD after set-up"):
-        fit(Growing(make_mlp(), only_head))
-
-
-class Unfreezing(Task):
-    def on_train_batch_start(self, batch, batch_idx):
-        if batch_idx == 1:
-            self.net.blocks[0].requires_grad_(True)
-
-
-@distributed(world=2)
-def test_unfreezing_in_mid_training_is_refused_and_names_the_parameter():
-    net = make_mlp()
-    net.blocks[0].requires_grad_(False)
-    with pytest.raises(Zero3Error, match="parameter 'net.blocks.0.*' wants a gradient, but it was frozen"):
-        fit(Unfreezing(net))
-
-
-@distributed(world=2)
-def test_unfreezing_between_two_fits_is_refused():
-    net = make_mlp()
-    net.blocks[0].requires_grad_(False)
-    module = Task(net)
-    fit(module)
-    net.blocks[0].requires_grad_(True)
-    with pytest.raises(Zero3Error, match="parameter 'net.blocks.0.*' wants a gradient, but it was frozen"):
-        fit(module)
-
-
 CALLBACKS = {
     "StochasticWeightAveraging": lambda: StochasticWeightAveraging(swa_lrs=1e-2),
     "WeightAveraging": WeightAveraging,
     "EMAWeightAveraging": EMAWeightAveraging,
     "ModelPruning": lambda: ModelPruning("l1_unstructured", amount=0.5),
-    "BackboneFinetuning": lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1),
 }
 
 

@@ -75,7 +75,7 @@ def test_dtypes_of_parameter_gradient_and_optimizer_state(precision, stored, gat
     assert {c.compute_dtype for c in chunks} == {gathered}
     assert {c.reduce_dtype for c in chunks} == {reduced}
     (optimizer,) = strategy.optimizers
-    for segment in (p for group in optimizer.param_groups for p in group["params"]):
+    for segment in strategy.segments(optimizer):
         assert segment.dtype is segment.grad.dtype is stored
         assert {v.dtype for k, v in optimizer.state[segment].items() if k != "step"} == {stored}
 

@@ -31,11 +31,10 @@ def test_bytes_are_those_of_the_tensors_and_of_the_formula(world):
     report, engine = strategy.report(), strategy.engine
 
     sizes = {"parameters": 0, "gradients": 0, "optimizer state": 0}
-    for group in strategy.optimizers[0].param_groups:
-        for segment in group["params"]:
-            sizes["parameters"] += segment.nbytes
-            sizes["gradients"] += segment.grad.nbytes
-            sizes["optimizer state"] += sum(v.nbytes for v in strategy.optimizers[0].state[segment].values())
+    for segment in strategy.segments(strategy.optimizers[0]):
+        sizes["parameters"] += segment.nbytes
+        sizes["gradients"] += segment.grad.nbytes
+        sizes["optimizer state"] += sum(v.nbytes for v in strategy.optimizers[0].state[segment].values())
     rows = {what: (ours, ddp) for what, ours, ddp in report.rows()}
     assert rows["optimizer state"][0] == sizes["optimizer state"]
     # Segments end with the last parameter; chunks with their padding.
