@@ -88,6 +88,8 @@ class ShardedOptimizers:
             optimizer.register_step_post_hook(self._after_step)
             optimizer.register_state_dict_pre_hook(self._before_state_dict)
             optimizer.register_load_state_dict_pre_hook(self._before_state_dict)
+        if any(s.param.grad is not None for o in optimizers for _, s in self._of(o)):
+            self._stand_ins.place()  # gradients of an earlier fit, that `zero_grad` must find
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
