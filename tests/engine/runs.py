@@ -1,6 +1,7 @@
 """Training with the engine alone, as a plain loop with the arguments and the result of the oracles."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +42,12 @@ def train_zero3(
         if clip is not None:
             clip_grad_norm_(sharded.segments(optimizer), engine.comm, clip)
 
+    @contextmanager
+    def backward(last: bool) -> Iterator[None]:
+        sharded.before_backward()
+        yield
+        sharded.after_backward()
+
     losses = train_loop(
         model,
         optimizer,
@@ -48,6 +55,7 @@ def train_zero3(
         steps,
         accumulation=accumulation,
         loss=loss,
+        syncing=backward,
         before_step=before_step,
         after_step=lambda: each_step(engine),
     )

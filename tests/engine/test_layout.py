@@ -64,8 +64,3 @@ def test_memory_order_is_kept_where_it_can_be(tensor):
     assert torch.equal(span.flatten(tensor), flat[span.start : span.stop])
     if tensor.untyped_storage().nbytes() == tensor.numel() * 4:
         assert span.view(flat).stride() == tensor.stride()
-
-
-def test_runs_are_maximal(named):
-    assert list(Layout.of(named).runs([0, 1, 3, 4])) == [[0, 1], [3, 4]]
-    assert list(Layout.of(named).runs([])) == []
