@@ -228,6 +228,11 @@ class Communicator:
             tensor.masked_fill_(any_nan, float("nan"))
         return tensor
 
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """The gloo group of these ranks, for messages between hosts."""
+        return self._groups.control
+
     def all_objects(self, obj: Any) -> list[Any]:
         """Every rank's `obj`, by rank. For a few small plain objects."""
         if self.world_size == 1:

@@ -19,11 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero3 import sharded_checkpoint
+from lightning_zero3.boxes import FlatRange
 from lightning_zero3.chunk import Chunk, Segment
 from lightning_zero3.engine import Engine
 from lightning_zero3.errors import Zero3Error
 from lightning_zero3.gradients import StandIns
 from lightning_zero3.layer import Zero3Layer, layer_of
+from lightning_zero3.sharded_checkpoint import Stored, StoredState
 
 __all__ = ["ShardedOptimizers"]
 
@@ -308,6 +311,46 @@ class ShardedOptimizers:
                 states[ids[id(param)]] = dict(optimizer.state[param])
         return {"state": states if comm.rank == 0 else {}, "param_groups": param_groups}
 
+    def sharded_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state for `sharded_checkpoint`, by parameter names. Called on every rank.
+
+        Returns:
+            "state": {name: {key: this rank's part, or on the first rank the whole of what is not per element}}, and
+            "param_groups" with names.
+        """
+        self._assign()
+        if outside := self._outside(optimizer):
+            raise Zero3Error(
+                f"{type(optimizer).__name__} has {len(outside)} parameters that are not the module's and "
+                "have no name in a sharded checkpoint. Use state_dict_type='full'."
+            )
+        states: dict[str, dict[str, Any]] = {}
+        other: dict[str, dict[str, Any]] = {}  # what is not per element
+        for chunk, segment in self._of(optimizer):
+            state = optimizer.state.get(segment.param, {})
+            for index, part, here in chunk.pieces(segment) if state else ():
+                name, span = chunk.names[index], chunk.layout.spans[index]
+                for key, value in state.items():
+                    if _per_element(value, segment.param):
+                        mine = FlatRange(span.shape, span.stride, part.start, value[here])
+                        states.setdefault(name, {})[key] = mine
+                    else:
+                        other.setdefault(name, {})[key] = _clone(_on_cpu(value))
+        for found in reversed(self.engine.comm.all_objects(other)):
+            for name, state in found.items() if self.engine.comm.rank == 0 else ():
+                states.setdefault(name, {}).update(state)
+        name_of = {
+            id(p): n
+            for layer in self.engine.layers
+            for c in layer.chunks
+            for n, p in zip(c.names, c.params, strict=True)
+        }
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [name_of[id(p)] for p in params]}
+            for group, params in zip(optimizer.param_groups, self.params(optimizer), strict=True)
+        ]
+        return {"state": states, "param_groups": groups}
+
     def load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Load a full state dict, whoever wrote it. Every rank takes its own part.
 
@@ -340,7 +383,7 @@ class ShardedOptimizers:
                 state = states.get(ids.get(id(param), -1))
                 if state is None:
                     return None
-                return [(k, None if _fits(k, v, param) else _plain(v)) for k, v in sorted(state.items())]
+                return [(k, None if _fits(k, v, param) else _plain(v)) for k, v in sorted(_raw(state).items())]
 
             return of
 
@@ -363,12 +406,27 @@ class ShardedOptimizers:
                 converted["state"].update((n, part) for n, part in zip(numbers, parts, strict=True) if part)
                 converted["param_groups"].append({**group, "params": numbers})
             optimizer.load_state_dict(converted)
+        self._read_stored(optimizer, states, ids)
+
+    def _read_stored(self, optimizer: Optimizer, states: dict[int, Any], ids: dict[int, int]) -> None:
+        """Read what is still in a checkpoint into the segments' state. On every rank, whatever it holds."""
+        paths = {v.path for state in states.values() for v in _raw(state).values() if isinstance(v, Stored)}
+        for path in sorted(paths):
+            entries = {}
+            for chunk, segment in self._of(optimizer):
+                for index, part, here in chunk.pieces(segment):
+                    span = chunk.layout.spans[index]
+                    for key, value in _raw(states.get(ids[id(chunk.params[index])], {})).items():
+                        if isinstance(value, Stored) and value.path == path:
+                            mine = optimizer.state[segment.param][key][here]
+                            entries[value.key] = FlatRange(span.shape, span.stride, part.start, mine)
+            sharded_checkpoint.read(path, entries, self.engine.comm)
 
     def _part_of(
         self, segment: Segment, chunk: Chunk, states: dict[int, dict[str, Any]], ids: dict[int, int]
     ) -> dict[str, Any]:
         """The state of one segment, cut from its parameters' full states."""
-        held = {i: states.get(ids[id(chunk.params[i])], {}) for i in segment.indices}
+        held = {i: _raw(states.get(ids[id(chunk.params[i])], {})) for i in segment.indices}
         first = segment.indices[0]  # they all have the same keys, and the same of what is not per element
         part = {
             key: torch.zeros(segment.hi - segment.lo, dtype=value.dtype, device=chunk.data.device)
@@ -378,7 +436,7 @@ class ShardedOptimizers:
         }
         for index, elements, here in chunk.pieces(segment):
             for key, value in held[index].items():
-                if _fits(key, value, chunk.params[index]):
+                if _fits(key, value, chunk.params[index]) and not isinstance(value, Stored):
                     part[key][here] = chunk.layout.spans[index].flatten(value)[elements]
         return part
 
@@ -394,7 +452,11 @@ def _per_element(value: Any, segment: Tensor) -> bool:
 
 
 def _fits(key: str, value: Any, param: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == param.shape and key not in _SCALARS
+    return isinstance(value, (Tensor, Stored)) and value.shape == param.shape and key not in _SCALARS
+
+
+def _raw(state: Any) -> dict[str, Any]:
+    return state.data if isinstance(state, StoredState) else state
 
 
 def _on_cpu(value: Any) -> Any:

@@ -9,6 +9,7 @@ from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import StrategyRegistry
 from pytorch_lightning.strategies.parallel import ParallelStrategy
 
+from lightning_zero3.loading import let_lightning_load_directories
 from lightning_zero3.precision import Zero3PrecisionMixin
 from lightning_zero3.registry import register_strategies
 from lightning_zero3.strategy import Zero3StrategyMixin
@@ -28,3 +29,4 @@ class Zero3Strategy(Zero3StrategyMixin, ParallelStrategy):  # type: ignore[misc]
 
 
 register_strategies(Zero3Strategy, StrategyRegistry)
+let_lightning_load_directories("pytorch_lightning", "lightning_fabric")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_zero3 import sharded_checkpoint
+from lightning_zero3.boxes import FlatRange
 from lightning_zero3.chunk import PrecisionPolicy
 from lightning_zero3.comm import Communicator
 from lightning_zero3.engine import Engine
 from lightning_zero3.errors import Zero3Error
 from lightning_zero3.layer import Zero3Layer, layer_of
+from lightning_zero3.sharded_checkpoint import Stored, StoredState
 from lightning_zero3.state import LayerState
 from lightning_zero3.wrap import AutoWrapPolicy, plan_layers
 
@@ -23,6 +26,7 @@ __all__ = [
     "gather_parameters",
     "load_full_state_dict",
     "shard_module",
+    "sharded_state_dict",
     "trainable_chunks",
     "unshard_module",
 ]
@@ -178,14 +182,45 @@ def full_state_dict(module: nn.Module, rank0_only: bool = True) -> dict[str, Any
     return state
 
 
-def load_full_state_dict(module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
+def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
+    """The module's state dict for `sharded_checkpoint`: each rank's parts of parameters, to write or to read into.
+
+    What is not sharded (buffers) is there on the first rank only, whose values count.
+    """
+    layers = _layers(module)
+    engine = layers[0].engine
+    parts: dict[int, FlatRange] = {}
+    for layer in layers:
+        layer.release()
+        for chunk in layer.chunks:
+            nothing = chunk.data.detach()[:0]
+            for param, span in zip(chunk.params, chunk.layout.spans, strict=True):
+                parts[id(param)] = FlatRange(span.shape, span.stride, 0, nothing)
+            for index, part, here in chunk.pieces():
+                span = chunk.layout.spans[index]
+                parts[id(chunk.params[index])] = FlatRange(
+                    span.shape, span.stride, part.start, chunk.data.detach()[here]
+                )
+    state = _bare_state_dict(module, engine)
+    return {
+        key: parts.get(id(value), value.detach() if isinstance(value, Tensor) else value)
+        for key, value in state.items()
+        if id(value) in parts or engine.comm.rank == 0
+    }
+
+
+def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
     """Load what `full_state_dict` gave, or the plain module would have, into the chunks. Every rank takes its own part.
+
+    Of a `StoredState`, every rank reads its own part only.
 
     Raises:
         Zero3Error: (strict) missing or unexpected keys; a shape that does not fit. Nothing has been changed then.
     """
     layers = _layers(module)
+    state = state.data if isinstance(state, StoredState) else state
     if not layers:
+        state = {key: value.read() if isinstance(value, Stored) else value for key, value in state.items()}
         module.load_state_dict(state, strict=strict)
         return
     engine = layers[0].engine
@@ -200,18 +235,30 @@ def load_full_state_dict(module: nn.Module, state: dict[str, Any], strict: bool 
     if problems:
         raise Zero3Error(f"cannot load the state dict into {type(module).__name__}: " + "; ".join(problems))
 
-    given = {id(value): state[key] for key, value in mine.items() if key in state}
+    name_of = {id(value): key for key, value in mine.items() if key in state}
+    stored: dict[str, dict[str, Tensor]] = {}  # by checkpoint: what to read into
     with torch.no_grad():
         for layer in layers:
             layer.release()
             for chunk in layer.chunks:
                 for index, part, here in chunk.pieces():
-                    if (value := given.get(id(chunk.params[index]))) is not None:
-                        chunk.data[here].copy_(chunk.layout.spans[index].flatten(value)[part])
+                    span, value = chunk.layout.spans[index], state.get(name_of.get(id(chunk.params[index]), ""))
+                    if isinstance(value, Stored):
+                        mine_of_it = FlatRange(span.shape, span.stride, part.start, chunk.data.detach()[here])
+                        stored.setdefault(value.path, {})[value.key] = mine_of_it
+                    elif value is not None:
+                        chunk.data[here].copy_(span.flatten(value)[part])
             layer.updates += 1
-        for key, value in mine.items():
-            if key in state and isinstance(value, Tensor) and layer_of(value) is None:
-                value.copy_(state[key])
+        for key, old in mine.items():
+            new = state.get(key)
+            if key in state and not isinstance(old, Tensor):  # a module's extra state
+                module.get_submodule(key.rpartition(".")[0]).set_extra_state(new)
+            elif layer_of(old) is None and isinstance(new, Stored):
+                stored.setdefault(new.path, {})[new.key] = old.detach()
+            elif layer_of(old) is None and new is not None:
+                old.copy_(new)
+    for path in sorted({value.path for value in state.values() if isinstance(value, Stored)}):
+        sharded_checkpoint.read(path, stored.get(path, {}), engine.comm)
 
 
 def unshard_module(module: nn.Module) -> None:

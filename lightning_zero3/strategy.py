@@ -20,16 +20,26 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from lightning_zero3 import durable, sharded_checkpoint
+from lightning_zero3.background import BackgroundWriter
 from lightning_zero3.callbacks import refuse_callbacks
 from lightning_zero3.comm import Communicator
 from lightning_zero3.engine import Engine, check_prefetch
 from lightning_zero3.errors import Zero3Error
 from lightning_zero3.evenly import EvenSteps, evaluation_batches, training_batches
+from lightning_zero3.loading import let_lightning_load_directories
 from lightning_zero3.optim import ShardedOptimizers
 from lightning_zero3.precision import PRECISIONS, Zero3PrecisionMixin
 from lightning_zero3.registry import register_strategies, register_with_pytorch_lightning
 from lightning_zero3.report import Report
-from lightning_zero3.shard import engine_of, full_state_dict, load_full_state_dict, shard_module, unshard_module
+from lightning_zero3.shard import (
+    engine_of,
+    full_state_dict,
+    load_full_state_dict,
+    shard_module,
+    sharded_state_dict,
+    unshard_module,
+)
 from lightning_zero3.wrap import AutoWrapPolicy, check_policy
 
 __all__ = ["Zero3Strategy", "Zero3StrategyMixin"]
@@ -58,7 +68,10 @@ class Zero3StrategyMixin(_Base):
         auto_wrap_policy: which modules are fetched and released together: "auto", a set of module classes, a function
             `module -> bool`, or None for the whole model at once. See `lightning_zero3.wrap.plan_layers`.
         prefetch: how many layers ahead to fetch while one computes. Each costs one slot.
-        state_dict_type: "full": checkpoints are those of DDP, one file, written by the first rank.
+        state_dict_type: "full": checkpoints are those of DDP, one file, written by the first rank. "sharded": they are
+            directories of `torch.distributed.checkpoint`, in which every rank writes its part.
+        save_async: write sharded checkpoints while training goes on. At most one is in flight; what went wrong is
+            raised at the next step, and the end waits for the last.
         broadcast_buffers: overwrite buffers with the first rank's before each forward pass in training, as DDP does.
         process_group_backend: default "gloo" on the CPU and "nccl" on CUDA.
         timeout: how long a collective may take before it is an error.
@@ -89,6 +102,7 @@ class Zero3StrategyMixin(_Base):
         auto_wrap_policy: AutoWrapPolicy = "auto",
         prefetch: int = 1,
         state_dict_type: str = "full",
+        save_async: bool = False,
         broadcast_buffers: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -101,14 +115,18 @@ class Zero3StrategyMixin(_Base):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        if state_dict_type != "full":
-            raise Zero3Error(f"state_dict_type={state_dict_type!r} is not supported; choose 'full'")
+        if state_dict_type not in ("full", "sharded"):
+            raise Zero3Error(f"state_dict_type={state_dict_type!r}: choose 'full' or 'sharded'")
+        if save_async and state_dict_type != "sharded":
+            raise Zero3Error("save_async=True needs state_dict_type='sharded'")
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise Zero3Error(f"start_method={start_method!r}: choose 'popen', 'spawn', 'fork' or 'forkserver'")
         check_policy(auto_wrap_policy)
         check_prefetch(prefetch)
         self.auto_wrap_policy = auto_wrap_policy
         self.prefetch = prefetch
+        self.state_dict_type = state_dict_type
+        self.save_async = save_async
         self.broadcast_buffers = broadcast_buffers
         self.num_nodes = 1
         self._process_group_backend = process_group_backend
@@ -116,6 +134,8 @@ class Zero3StrategyMixin(_Base):
         self._start_method = start_method
         self._engine: Engine | None = None
         self._sharded_optimizers: ShardedOptimizers | None = None
+        self._to_load: tuple[Mapping[str, Any], bool] | None = None  # a state dict that waits for the shards
+        self._background: BackgroundWriter | None = None
         self._even_steps: EvenSteps
         self._failed = False
 
@@ -233,6 +253,9 @@ class Zero3StrategyMixin(_Base):
             self._check_sharded_as_asked()
             self.engine.broadcast_buffers()
         self.precision_plugin.engine = self._engine
+        if self._to_load is not None:
+            (state, strict), self._to_load = self._to_load, None
+            load_full_state_dict(module, state, strict)
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -280,6 +303,8 @@ class Zero3StrategyMixin(_Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._sharded_optimizers is not None
         self._sharded_optimizers.settle()
+        if self._background is not None:
+            self._background.check()
         return self._step(self.precision_plugin.train_step_context(), self.lightning_module.training_step, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -338,18 +363,63 @@ class Zero3StrategyMixin(_Base):
         """The plain module's state dict, on the first rank; empty on the others."""
         if self.lightning_module.trainer.state.status == "interrupted":  # of an exception, perhaps of this rank alone
             self.engine.comm.together("saving a checkpoint after an exception", timeout=_LAST_WORDS)
+        if self.state_dict_type == "sharded":
+            return sharded_state_dict(self.lightning_module)
         return full_state_dict(self.lightning_module)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self._sharded_optimizers is not None
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        if self.state_dict_type == "sharded":
+            return self._sharded_optimizers.sharded_state_dict(optimizer)
+        return self._sharded_optimizers.state_dict(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self.state_dict_type == "full":
+            if type(self.checkpoint_io).__name__ == "TorchCheckpointIO" and storage_options is None:
+                if self.is_global_zero:
+                    durable.save(checkpoint, filepath)
+            else:
+                super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+            return
+        if storage_options is not None:
+            raise Zero3Error("storage_options have no meaning for state_dict_type='sharded'")
+        path = str(self.broadcast(filepath))
+        entries = {f"state_dict.{name}": value for name, value in checkpoint.pop("state_dict").items()}
+        groups = []
+        for i, optimizer in enumerate(checkpoint.pop("optimizer_states", ())):
+            groups.append(optimizer["param_groups"])
+            for name, state in optimizer["state"].items():
+                entries.update({f"optimizer_{i}.state.{name}.{key}": value for key, value in state.items()})
+        extra = {**checkpoint, sharded_checkpoint.PARAM_GROUPS: groups}
+        if not self.save_async:
+            sharded_checkpoint.write(path, entries, durable.saved(extra), self.engine.comm)
+            return
+        if self._background is None:
+            self._background = BackgroundWriter()
+        self._background.write(path, entries, extra)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self._background is not None:
+            self._background.wait()  # the one that makes the old one superfluous must be complete
+        super().remove_checkpoint(filepath)  # type: ignore[misc]
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if self._background is not None:
+            self._background.wait()
+        if sharded_checkpoint.is_sharded_checkpoint(checkpoint_path):
+            comm = Communicator(device=self.root_device, timeout=self._timeout)
+            return sharded_checkpoint.load(checkpoint_path, comm, weights_only)
+        return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         state, module = checkpoint["state_dict"], self.lightning_module
         if engine_of(module) is not None:
             load_full_state_dict(module, state, strict=strict)
-        else:  # before sharding; a model on the meta device takes the checkpoint's tensors as its own
-            module.load_state_dict(state, strict=strict, assign=any(p.is_meta for p in module.parameters()))
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self._sharded_optimizers is not None
-        return self._sharded_optimizers.state_dict(getattr(optimizer, "_optimizer", optimizer))
+        elif any(p.is_meta for p in module.parameters()) and not isinstance(state, sharded_checkpoint.StoredState):
+            module.load_state_dict(state, strict=strict, assign=True)  # it takes the checkpoint's tensors as its own
+        else:
+            self._to_load = state, strict  # each rank will read its part
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self._sharded_optimizers is not None
@@ -368,6 +438,9 @@ class Zero3StrategyMixin(_Base):
 
     def teardown(self) -> None:
         """Where processes live on, the module stays sharded and usable. Processes that end hand back full weights."""
+        if self._background is not None:
+            background, self._background = self._background, None
+            background.close()
         if self._sharded_optimizers is not None:
             self._sharded_optimizers.release()
         if self._start_method != "popen" and self._engine is not None and not self._failed:
@@ -423,4 +496,5 @@ class Zero3Strategy(Zero3StrategyMixin, ParallelStrategy):
 
 
 register_strategies(Zero3Strategy, StrategyRegistry)
+let_lightning_load_directories("lightning.pytorch", "lightning.fabric")
 register_with_pytorch_lightning()

@@ -40,7 +40,9 @@ class Losses(Callback):
 
 
 def strategy_named(name):
-    return zero3() if name == "zero3" else name
+    kinds = {"zero3": {}, "sharded": {"state_dict_type": "sharded"}}
+    kinds["async"] = {**kinds["sharded"], "save_async": True}
+    return zero3(**kinds[name]) if name in kinds else name
 
 
 def train(name, epochs, save=None, ckpt_path=None, make_optimizer=with_schedule, make_task=Task, **options):
@@ -51,6 +53,7 @@ def train(name, epochs, save=None, ckpt_path=None, make_optimizer=with_schedule,
     t.fit(module, common_batches(), ckpt_path=ckpt_path)
     if save:
         t.save_checkpoint(save)
+    t.strategy.state_dict_type = "full"  # to compare with
     weights, state = weights_of(module), t.strategy.broadcast(t.strategy.optimizer_state(t.optimizers[0]))
     return losses.losses, weights, state, t.optimizers[0].param_groups[0]["lr"], t.global_step
 
