@@ -10,7 +10,8 @@ so that it can be resumed under any strategy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -211,6 +212,16 @@ class ShardedOptimizers:
         """This rank's segments of one optimizer, with their gradients as they are to be used."""
         self._stand_ins.settle()
         return [p for group in optimizer.param_groups for p in group["params"]]
+
+    @contextmanager
+    def showing_segments(self, optimizer: Optimizer) -> Iterator[None]:
+        """Inside, the optimizer's groups hold its segments, with their gradients as they are to be used."""
+        self._stand_ins.settle()
+        yield
+
+    def parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """The parameters that an optimizer was built from."""
+        return [p for group in self._groups[optimizer] for p in group.params]
 
     # -- state --------------------------------------------------------------------------------------------------------
 
