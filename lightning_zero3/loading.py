@@ -31,4 +31,4 @@ def let_lightning_load_directories(pl: str, fabric: str) -> None:
                     return sharded_checkpoint.load_whole(path, options.get("weights_only"))
             return _original(path_or_url, *args, **options)
 
-        module.pl_load = load
+        vars(module)["pl_load"] = load

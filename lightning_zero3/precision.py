@@ -1,4 +1,7 @@
-"""What Lightning's `precision=` means for chunks, slots and reductions."""
+"""What Lightning's `precision=` means for chunks, slots and reductions.
+
+Lightning has its classes twice (`lightning.pytorch`, `pytorch_lightning`): here are mixins, bound to both homes.
+"""
 
 from __future__ import annotations
 
@@ -14,45 +17,43 @@ from torch.utils._pytree import tree_map_only
 from lightning_zero3.chunk import PrecisionPolicy
 from lightning_zero3.clip import clip_grad_norm_
 from lightning_zero3.errors import Zero3Error
+from lightning_zero3.scaler import Zero3GradScaler
 
 if TYPE_CHECKING:
+    from typing import Any as _Base  # it has a precision plugin's attributes, of one home or the other
+
     from lightning_zero3.engine import Engine
     from lightning_zero3.optim import ShardedOptimizers
+else:
+    _Base = object
 
-__all__ = ["PRECISIONS", "Zero3PrecisionMixin"]
+__all__ = ["PRECISIONS", "MixedPrecisionMixin", "TruePrecisionMixin", "Zero3PrecisionMixin"]
 
 PRECISIONS = {
     "32-true": torch.float32,
     "64-true": torch.float64,
     "16-true": torch.float16,
     "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
     "bf16-mixed": torch.bfloat16,
 }
 """Supported precisions and the dtype that the model computes in."""
 
 
-class Zero3PrecisionMixin:
-    """Precision plugin of `Zero3Strategy`, whatever plugin Lightning made for the same `precision`.
-
-    True precisions keep chunks, gradients and optimizer state in their dtype. In mixed precision the chunk is the
-    float32 master: it is cast once per fetch and travels in the compute dtype; gradients reduce and land in float32;
-    autocast chooses the dtype of operations as it does under DDP.
+class Zero3PrecisionMixin(_Base):
+    """Precision plugin of `Zero3Strategy`, over the one that Lightning has for the same `precision`.
 
     Args:
         precision: one of `PRECISIONS`.
+        options: what Lightning's plugin is made with.
     """
 
-    def __init__(self, precision: str) -> None:
+    def __init__(self, precision: str, *options: Any) -> None:
         if precision not in PRECISIONS:
-            more = (
-                " It needs a gradient scaler that all ranks agree on; use 'bf16-mixed'."
-                if precision == "16-mixed"
-                else ""
-            )
             raise Zero3Error(
-                f"precision={precision!r} is not supported by Zero3Strategy; choose from {', '.join(PRECISIONS)}.{more}"
+                f"precision={precision!r} is not supported by Zero3Strategy; choose from {', '.join(PRECISIONS)}."
             )
-        super().__init__()
+        super().__init__(*options)
         self.precision = precision
         self.dtype = PRECISIONS[precision]
         self.mixed = precision.endswith("-mixed")
@@ -60,15 +61,34 @@ class Zero3PrecisionMixin:
         self.engine: Engine | None = None
         self.optimizers: ShardedOptimizers | None = None
 
-    # -- dtypes -------------------------------------------------------------------------------------------------------
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        assert self.engine is not None
+        assert self.optimizers is not None
+        self.optimizers.before_backward()
+        with self.engine.backward_scope():  # gradients are complete, on all ranks, when on_after_backward runs
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+        self.optimizers.after_backward()
+
+    def main_params(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """What to clip by value."""
+        assert self.optimizers is not None
+        return self.optimizers.segments(getattr(optimizer, "optimizer", optimizer))  # of a LightningOptimizer
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        assert self.engine is not None
+        clip_grad_norm_(self.main_params(optimizer), self.engine.comm, float(clip_val))
+
+
+class TruePrecisionMixin(Zero3PrecisionMixin):
+    """True precisions: chunks, gradients, optimizer state and all that is computed have one dtype."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return module if self.mixed else module.to(dtype=self.dtype)
+        return module.to(dtype=self.dtype)
 
     @contextmanager
     def _default_dtype(self) -> Iterator[None]:
         before = torch.get_default_dtype()
-        torch.set_default_dtype(before if self.mixed else self.dtype)
+        torch.set_default_dtype(self.dtype)
         try:
             yield
         finally:
@@ -81,38 +101,38 @@ class Zero3PrecisionMixin:
         return self._default_dtype()
 
     def forward_context(self) -> Any:
-        if not self.mixed:
-            return self._default_dtype()
-        # Autocast would cache casts of float32 parameters for the whole step: full copies of what we shard.
-        device = self.engine.device.type if self.engine is not None else "cpu"
-        return torch.autocast(device, dtype=self.dtype, cache_enabled=False)
+        return self._default_dtype()
 
     def convert_input(self, data: Any) -> Any:
-        if self.mixed or self.dtype is torch.float32:
-            return data
-        return tree_map_only(Tensor, lambda t: t.to(self.dtype) if t.is_floating_point() else t, data)
+        return data if self.dtype is torch.float32 else _cast(data, self.dtype)
 
     def convert_output(self, data: Any) -> Any:
-        if self.mixed or self.dtype is torch.float32:
-            return data
-        default = torch.get_default_dtype()
-        return tree_map_only(Tensor, lambda t: t.to(default) if t.is_floating_point() else t, data)
+        return data if self.dtype is torch.float32 else _cast(data, torch.get_default_dtype())
 
-    # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        assert self.engine is not None
-        assert self.optimizers is not None
-        self.optimizers.before_backward()
-        with self.engine.backward_scope():  # gradients are complete, on all ranks, when on_after_backward runs
-            super().backward(tensor, model, optimizer, *args, **kwargs)  # type: ignore[misc]
-        self.optimizers.after_backward()
+class MixedPrecisionMixin(Zero3PrecisionMixin):
+    """Mixed precisions: the chunk is the float32 master, cast once per fetch, and travels in the compute dtype.
 
-    def main_params(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """What to clip by value."""
-        assert self.optimizers is not None
-        return self.optimizers.segments(getattr(optimizer, "optimizer", optimizer))  # of a LightningOptimizer
+    Gradients reduce and land in float32. Autocast chooses the dtype of operations, and the loss is scaled in float16,
+    as Lightning's MixedPrecision has it.
 
-    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        assert self.engine is not None
-        clip_grad_norm_(self.main_params(optimizer), self.engine.comm, float(clip_val))
+    Args:
+        precision: "16-mixed" or "bf16-mixed".
+        device: type of the device to compute on.
+        scaler: of "16-mixed"; its settings and state are taken over. The scaler in use is `trainer.scaler`.
+    """
+
+    scaler: Zero3GradScaler | None
+
+    def __init__(self, precision: str, device: str, scaler: torch.amp.GradScaler | None = None) -> None:
+        ours = Zero3GradScaler(device, like=scaler) if precision == "16-mixed" else None
+        super().__init__(precision, precision, device, ours)
+
+    def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
+        if self.scaler is not None:
+            self.scaler.optimizers = self.optimizers
+        return super().connect(model, optimizers, lr_schedulers)
+
+
+def _cast(data: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, data)

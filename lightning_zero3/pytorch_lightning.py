@@ -5,27 +5,32 @@
 
 from __future__ import annotations
 
-from pytorch_lightning.plugins.precision import Precision
+from pytorch_lightning.plugins import precision as _lightning
 from pytorch_lightning.strategies import StrategyRegistry
 from pytorch_lightning.strategies.parallel import ParallelStrategy
 
 from lightning_zero3.loading import let_lightning_load_directories
-from lightning_zero3.precision import Zero3PrecisionMixin
+from lightning_zero3.precision import MixedPrecisionMixin, TruePrecisionMixin
 from lightning_zero3.registry import register_strategies
 from lightning_zero3.strategy import Zero3StrategyMixin
 
-__all__ = ["Zero3Precision", "Zero3Strategy"]
+__all__ = ["MixedPrecision", "Precision", "Zero3Strategy"]
 
 
-class Zero3Precision(Zero3PrecisionMixin, Precision):  # type: ignore[misc]
-    """`Zero3PrecisionMixin` for `pytorch_lightning`."""
+class Precision(TruePrecisionMixin, _lightning.Precision):  # type: ignore[misc]
+    """`TruePrecisionMixin` for `pytorch_lightning`."""
+
+
+class MixedPrecision(MixedPrecisionMixin, _lightning.MixedPrecision):  # type: ignore[misc]
+    """`MixedPrecisionMixin` for `pytorch_lightning`."""
 
 
 class Zero3Strategy(Zero3StrategyMixin, ParallelStrategy):  # type: ignore[misc]
     __doc__ = Zero3StrategyMixin.__doc__
     _pl = "pytorch_lightning"
     _fabric = "lightning_fabric"
-    _precision_class = Zero3Precision
+    _precision_class = Precision
+    _mixed_precision_class = MixedPrecision
 
 
 register_strategies(Zero3Strategy, StrategyRegistry)

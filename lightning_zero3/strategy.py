@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins import precision as _lightning
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
@@ -23,13 +24,15 @@ from torch.optim import Optimizer
 from lightning_zero3 import durable, sharded_checkpoint
 from lightning_zero3.background import BackgroundWriter
 from lightning_zero3.callbacks import refuse_callbacks
+from lightning_zero3.chunk import PrecisionPolicy
+from lightning_zero3.clip import clip_grad_norm_
 from lightning_zero3.comm import Communicator
 from lightning_zero3.engine import Engine, check_prefetch
 from lightning_zero3.errors import Zero3Error
 from lightning_zero3.evenly import EvenSteps, evaluation_batches, training_batches
 from lightning_zero3.loading import let_lightning_load_directories
 from lightning_zero3.optim import ShardedOptimizers
-from lightning_zero3.precision import PRECISIONS, Zero3PrecisionMixin
+from lightning_zero3.precision import PRECISIONS, MixedPrecisionMixin, TruePrecisionMixin, Zero3PrecisionMixin
 from lightning_zero3.registry import register_strategies, register_with_pytorch_lightning
 from lightning_zero3.report import Report
 from lightning_zero3.shard import (
@@ -47,8 +50,12 @@ __all__ = ["Zero3Strategy", "Zero3StrategyMixin"]
 _LAST_WORDS = timedelta(seconds=15)  # how long a failing rank waits for the others before it gives up saving
 
 
-class Zero3Precision(Zero3PrecisionMixin, Precision):  # type: ignore[misc]
-    """`Zero3PrecisionMixin` for `lightning.pytorch`."""
+class Precision(TruePrecisionMixin, _lightning.Precision):  # type: ignore[misc]
+    """`TruePrecisionMixin` for `lightning.pytorch`."""
+
+
+class MixedPrecision(MixedPrecisionMixin, _lightning.MixedPrecision):  # type: ignore[misc]
+    """`MixedPrecisionMixin` for `lightning.pytorch`. Its name is where checkpoints keep the scaler: Lightning's own."""
 
 
 if TYPE_CHECKING:
@@ -72,6 +79,9 @@ class Zero3StrategyMixin(_Base):
             directories of `torch.distributed.checkpoint`, in which every rank writes its part.
         save_async: write sharded checkpoints while training goes on. At most one is in flight; what went wrong is
             raised at the next step, and the end waits for the last.
+        reduce_dtype: of gradients while they are reduced, as torch.dtype or by name ("float32"); default the dtype they
+            are kept in. Under "bf16-true" "float32" sums exactly at twice the bytes; under "*-mixed" "bfloat16" halves
+            them.
         broadcast_buffers: overwrite buffers with the first rank's before each forward pass in training, as DDP does.
         process_group_backend: default "gloo" on the CPU and "nccl" on CUDA.
         timeout: how long a collective may take before it is an error.
@@ -88,7 +98,8 @@ class Zero3StrategyMixin(_Base):
 
     _pl = "lightning.pytorch"
     _fabric = "lightning.fabric"
-    _precision_class: type = Zero3Precision
+    _precision_class: type = Precision
+    _mixed_precision_class: type = MixedPrecision
     _precision_plugin: Any
     model: Any
 
@@ -103,6 +114,7 @@ class Zero3StrategyMixin(_Base):
         prefetch: int = 1,
         state_dict_type: str = "full",
         save_async: bool = False,
+        reduce_dtype: torch.dtype | str | None = None,
         broadcast_buffers: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -127,6 +139,7 @@ class Zero3StrategyMixin(_Base):
         self.prefetch = prefetch
         self.state_dict_type = state_dict_type
         self.save_async = save_async
+        self.reduce_dtype = _float_dtype("reduce_dtype", reduce_dtype)
         self.broadcast_buffers = broadcast_buffers
         self.num_nodes = 1
         self._process_group_backend = process_group_backend
@@ -219,8 +232,15 @@ class Zero3StrategyMixin(_Base):
                     f"precision plugin {type(plugin).__name__} is not supported by Zero3Strategy; use "
                     f"Trainer(precision=...) with one of {', '.join(PRECISIONS)}"
                 )
-            plugin = self._precision_class(precision)
+            if precision.endswith("-mixed"):
+                plugin = self._mixed_precision_class(precision, plugin.device, plugin.scaler)
+            else:
+                plugin = self._precision_class(precision)
         self._precision_plugin = plugin
+
+    @property
+    def _policy(self) -> PrecisionPolicy:
+        return replace(self.precision_plugin.policy, reduce_dtype=self.reduce_dtype)
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -244,7 +264,7 @@ class Zero3StrategyMixin(_Base):
                 self.auto_wrap_policy,
                 comm=Communicator(device=self.root_device, timeout=self._timeout),
                 device=self.root_device,
-                precision=self.precision_plugin.policy,
+                precision=self._policy,
                 prefetch=self.prefetch,
                 broadcast_buffers=self.broadcast_buffers,
             )
@@ -265,7 +285,7 @@ class Zero3StrategyMixin(_Base):
         engine, precision, module = self.engine, self.precision_plugin, self.lightning_module
         name, remedy = type(module).__name__, "Use the same, or load its checkpoint into a new module."
         stored = {c.dtype for layer in engine.layers for c in layer.chunks if c.dtype.is_floating_point}
-        same_precision = engine.policy == precision.policy and (precision.mixed or stored <= {precision.dtype})
+        same_precision = engine.policy == self._policy and (precision.mixed or stored <= {precision.dtype})
         if not same_precision or engine.device != self.root_device:
             raise Zero3Error(
                 f"{name} was sharded by an earlier Trainer in another precision or on another device "
@@ -461,18 +481,52 @@ class Zero3StrategyMixin(_Base):
 
     # -- for people ---------------------------------------------------------------------------------------------------
 
-    def grad_norms(self, norm_type: float | str = 2.0) -> dict[str, Tensor]:
+    def clip_grad_norm_(
+        self, optimizer: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_` for the parameters of one optimizer, in manual optimization.
+
+        Call it on every rank, between `self.manual_backward(loss)` and `optimizer.step()`. It acts on the gradients as
+        they are without the loss scale of "16-mixed".
+
+        Args:
+            optimizer: one of `self.optimizers()`.
+            max_norm, norm_type: the largest norm to leave, and its p; `inf` for the largest absolute value.
+            error_if_nonfinite: raise if the norm is infinite or NaN; on all ranks or none.
+
+        Returns:
+            The norm before, a float64 scalar, the same on every rank.
+        """
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        factor = scaler.factor(getattr(optimizer, "optimizer", optimizer)) if scaler is not None else 1.0
+        segments = self.precision_plugin.main_params(optimizer)
+        comm = self.engine.comm
+        return clip_grad_norm_(segments, comm, factor * float(max_norm), norm_type, error_if_nonfinite) / factor
+
+    def grad_norms(self, norm_type: float | str = 2.0, optimizer: Any = None) -> dict[str, Tensor]:
         """Norms of the gradients, for logging: what Lightning's `grad_norm(module, norm_type)` gives under DDP.
 
         Call it on every rank, in `on_before_optimizer_step` for example.
+
+        Args:
+            norm_type: p of the p-norm; "inf" for the largest absolute value.
+            optimizer: whose parameters; default all.
 
         Returns:
             "grad_2.0_norm/name" for each trainable parameter (0 if unused), and "grad_2.0_norm_total".
         """
         assert self._sharded_optimizers is not None
         p = float(norm_type)
-        norms = {f"grad_{p}_norm/{name}": v for name, v in self._sharded_optimizers.grad_norms(p).items()}
-        return {**norms, f"grad_{p}_norm_total": torch.stack(list(norms.values())).norm(p)}
+        norms = self._sharded_optimizers.grad_norms(p)
+        if optimizer is not None:
+            given = self._sharded_optimizers.params(getattr(optimizer, "optimizer", optimizer))
+            chosen = [p for group in given for p in group]
+            ids = {id(param) for param in chosen}
+            chunks = [c for layer in self.engine.layers for c in layer.trainable]
+            names = [n for c in chunks for n, param in zip(c.names, c.params, strict=True) if id(param) in ids]
+            norms = {name: norms[name] for name in names}
+        named = {f"grad_{p}_norm/{name}": norm for name, norm in norms.items()}
+        return {**named, f"grad_{p}_norm_total": torch.stack(list(norms.values())).norm(p)}
 
     def segments(self, optimizer: Any) -> list[nn.Parameter]:
         """This rank's shards that an optimizer updates: flat, with their gradients; `optimizer.state` is kept by them.
@@ -489,6 +543,13 @@ class Zero3StrategyMixin(_Base):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         register_strategies(cls, strategy_registry)
+
+
+def _float_dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
+    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if value is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise Zero3Error(f"{name}={value!r}: give a floating-point dtype, torch.float32 or 'float32' for example")
+    return dtype
 
 
 class Zero3Strategy(Zero3StrategyMixin, ParallelStrategy):
