@@ -6,9 +6,10 @@
 - `order`: what is recorded to prefetch by.
 - `saved`: weights in autograd's graph. `access`: parameters that are read outside of their layer.
 - `wrap`: what becomes a layer. `meta`: models without memory. `shard`: from a model to a sharded one and back.
-- `optim`, `clip`, `precision`, `strategy`, `evenly`, `report`, `callbacks`: the rest of a training run.
+- `optim`, `clip`, `precision`, `strategy`, `evenly`, `report`, `callbacks`, `averaging`: the rest of a training run.
 """
 
+from lightning_zero3.averaging import EMAWeightAveraging, WeightAveraging
 from lightning_zero3.callbacks import MemoryReport
 from lightning_zero3.chunk import PrecisionPolicy
 from lightning_zero3.errors import Zero3Error
@@ -28,10 +29,12 @@ from lightning_zero3.strategy import Zero3Strategy
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMAWeightAveraging",
     "LayerState",
     "MemoryReport",
     "PrecisionPolicy",
     "Report",
+    "WeightAveraging",
     "Zero3Error",
     "Zero3Layer",
     "Zero3Sequential",
