@@ -6,9 +6,11 @@
 - `order`: what is recorded to prefetch by.
 - `saved`: weights in autograd's graph. `access`: parameters that are read outside of their layer.
 - `wrap`: what becomes a layer. `meta`: models without memory. `shard`: from a model to a sharded one and back.
-- `optim`, `clip`, `precision`, `scaler`, `strategy`, `evenly`, `report`, `callbacks`: the rest of a training run.
+- `boxes`, `sharded_checkpoint`, `durable`, `background`, `loading`: checkpoints that are directories.
+- `optim`, `clip`, `precision`, `scaler`, `strategy`, `evenly`, `report`, `callbacks`, `averaging`: the rest of a run.
 """
 
+from lightning_zero3.averaging import EMAWeightAveraging, WeightAveraging
 from lightning_zero3.callbacks import GradientNorms, MemoryReport
 from lightning_zero3.chunk import PrecisionPolicy
 from lightning_zero3.errors import Zero3Error
@@ -28,11 +30,13 @@ from lightning_zero3.strategy import Zero3Strategy
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMAWeightAveraging",
     "GradientNorms",
     "LayerState",
     "MemoryReport",
     "PrecisionPolicy",
     "Report",
+    "WeightAveraging",
     "Zero3Error",
     "Zero3Layer",
     "Zero3Sequential",

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_zero3 import durable, sharded_checkpoint
-from lightning_zero3.boxes import FlatRange
+from lightning_zero3.boxes import copied
 from lightning_zero3.comm import Communicator
 
 __all__ = ["BackgroundWriter"]
@@ -30,7 +30,7 @@ class BackgroundWriter:
     def write(self, path: str, entries: dict[str, Any], extra: dict[str, Any]) -> None:
         """Start writing. Waits for the one before."""
         self.wait()
-        copies = {k: v.copied() if isinstance(v, FlatRange) else _copied(v) for k, v in entries.items()}
+        copies = {key: copied(value) for key, value in entries.items()}
         content = durable.saved(extra)
         self._pending = self._thread.submit(sharded_checkpoint.write, path, copies, content, self._comm)
 
@@ -51,7 +51,3 @@ class BackgroundWriter:
             self.wait()
         finally:
             self._thread.shutdown()
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().cpu().clone() if hasattr(value, "detach") else value

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-__all__ = ["Box", "FlatRange", "boxes"]
+__all__ = ["Box", "FlatRange", "boxes", "copied"]
 
 
 class Box(NamedTuple):
@@ -60,7 +60,7 @@ class FlatRange(Tensor):
     """
 
     flat: Tensor
-    _place: tuple[torch.Size, tuple[int, ...], int]
+    place: tuple[torch.Size, tuple[int, ...], int]
     _parts: dict[tuple[int, ...], Tensor]
 
     @staticmethod
@@ -68,16 +68,12 @@ class FlatRange(Tensor):
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=flat.dtype, device=flat.device)
         order = sorted(range(len(shape)), key=lambda i: stride[i], reverse=True)
         back = [order.index(i) for i in range(len(order))]
-        made.flat, made._place = flat, (shape, stride, start)
+        made.flat, made.place = flat, (shape, stride, start)
         made._parts = {}
         for box in boxes(tuple(shape[i] for i in order), start, start + flat.numel()):
             part = flat[box.start : box.start + math.prod(box.sizes)].view(box.sizes).permute(back)
             made._parts[tuple(box.offsets[i] for i in back)] = part
         return made
-
-    def copied(self) -> FlatRange:
-        """The same with a copy of its elements on the host."""
-        return FlatRange(*self._place, self.flat.detach().to("cpu", copy=True))
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -107,3 +103,10 @@ class FlatRange(Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None
         return self._parts[tuple(index.offset)]
+
+
+def copied(value: Any) -> Any:
+    """An entry of a state dict with a copy of its elements on the host."""
+    if isinstance(value, FlatRange):
+        return FlatRange(*value.place, value.flat.detach().to("cpu", copy=True))
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

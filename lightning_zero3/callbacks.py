@@ -20,6 +20,11 @@ _REFUSED = {
     "StochasticWeightAveraging": "it averages full parameters, of which each rank has only a part",
     "WeightAveraging": "it averages full parameters, of which each rank has only a part",
 }
+_INSTEAD = {
+    "StochasticWeightAveraging": "Use lightning_zero3.WeightAveraging(avg_fn=get_swa_avg_fn()), with should_update() "
+    "true for the epochs to average, and the scheduler SWALR (both of torch.optim.swa_utils).",
+    "WeightAveraging": "Use the class of the same name in lightning_zero3.",
+}
 
 
 def refuse_callbacks(callbacks: Iterable[Any]) -> None:
@@ -29,10 +34,14 @@ def refuse_callbacks(callbacks: Iterable[Any]) -> None:
         Zero3Error: with the reason.
     """
     for callback in callbacks:
-        for base in (c.__name__ for c in type(callback).__mro__ if c.__name__ in _REFUSED):
-            raise Zero3Error(
-                f"callback {type(callback).__name__} does not work with Zero3Strategy: {_REFUSED[base]}. Leave it out."
-            )
+        for base in type(callback).__mro__:
+            if base.__module__.startswith("lightning_zero3."):
+                break  # ours, which makes what it is derived from work
+            if base.__name__ in _REFUSED:
+                raise Zero3Error(
+                    f"callback {type(callback).__name__} does not work with Zero3Strategy: {_REFUSED[base.__name__]}. "
+                    f"{_INSTEAD.get(base.__name__, 'Leave it out.')}"
+                )
 
 
 class MemoryReport(Callback):

@@ -1,20 +1,22 @@
-"""`Zero3Strategy` for those who `import pytorch_lightning`: the same strategy over the other package's classes.
+"""`Zero3Strategy` and callbacks for those who `import pytorch_lightning`: the same over the other package's classes.
 
-`strategy="zero3"` works there after `import lightning_zero3`, too; this module is for its arguments.
+`strategy="zero3"` works there after `import lightning_zero3`, too; this module is for its arguments and for the callbacks.
 """
 
 from __future__ import annotations
 
+from pytorch_lightning import callbacks
 from pytorch_lightning.plugins import precision as _lightning
 from pytorch_lightning.strategies import StrategyRegistry
 from pytorch_lightning.strategies.parallel import ParallelStrategy
 
+from lightning_zero3.averaging import ShardedAveragingMixin, lightnings
 from lightning_zero3.loading import let_lightning_load_directories
 from lightning_zero3.precision import MixedPrecisionMixin, TruePrecisionMixin
 from lightning_zero3.registry import register_strategies
 from lightning_zero3.strategy import Zero3StrategyMixin
 
-__all__ = ["MixedPrecision", "Precision", "Zero3Strategy"]
+__all__ = ["EMAWeightAveraging", "MixedPrecision", "Precision", "WeightAveraging", "Zero3Strategy"]
 
 
 class Precision(TruePrecisionMixin, _lightning.Precision):  # type: ignore[misc]
@@ -31,6 +33,14 @@ class Zero3Strategy(Zero3StrategyMixin, ParallelStrategy):  # type: ignore[misc]
     _fabric = "lightning_fabric"
     _precision_class = Precision
     _mixed_precision_class = MixedPrecision
+
+
+class WeightAveraging(ShardedAveragingMixin, lightnings(callbacks, "WeightAveraging")):  # type: ignore[misc]
+    """`lightning_zero3.WeightAveraging` for `pytorch_lightning`."""
+
+
+class EMAWeightAveraging(WeightAveraging, lightnings(callbacks, "EMAWeightAveraging")):  # type: ignore[misc]
+    """`lightning_zero3.EMAWeightAveraging` for `pytorch_lightning`."""
 
 
 register_strategies(Zero3Strategy, StrategyRegistry)

@@ -279,8 +279,10 @@ def load(path: str | os.PathLike, comm: Communicator | None = None, weights_only
     read(path, small, comm)
     values.update(small)
 
-    of_model = {k.removeprefix("state_dict."): v for k, v in values.items() if k.startswith("state_dict.")}
-    checkpoint["state_dict"] = StoredState(of_model)
+    for key, value in values.items():
+        what, _, name = key.partition(".")
+        if not what.startswith("optimizer_"):
+            checkpoint.setdefault(what, StoredState())[name] = value
     count = 1 + max((int(k[10 : k.index(".")]) for k in values if k.startswith("optimizer_")), default=-1)
     groups = checkpoint.pop(PARAM_GROUPS, None)
     for i in range(count if groups is None else len(groups)):
@@ -309,7 +311,8 @@ def _groups_among(values: dict[str, Any], optimizer: int) -> list[dict[str, Any]
 def load_whole(path: str | os.PathLike, weights_only: bool | None = None) -> dict[str, Any]:
     """A sharded checkpoint as a full one, all tensors in memory, for this process alone."""
     checkpoint = load(path, None, weights_only)
-    checkpoint["state_dict"] = checkpoint["state_dict"].read_all()
+    for what, value in checkpoint.items():
+        checkpoint[what] = value.read_all() if isinstance(value, StoredState) else value
     for optimizer in checkpoint.get("optimizer_states", ()):
         optimizer["state"] = {number: state.read_all() for number, state in optimizer["state"].items()}
     return checkpoint

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_zero3 import durable, sharded_checkpoint
 from lightning_zero3.background import BackgroundWriter
+from lightning_zero3.boxes import FlatRange
 from lightning_zero3.callbacks import refuse_callbacks
 from lightning_zero3.chunk import PrecisionPolicy
 from lightning_zero3.clip import clip_grad_norm_
@@ -405,7 +406,9 @@ class Zero3StrategyMixin(_Base):
         if storage_options is not None:
             raise Zero3Error("storage_options have no meaning for state_dict_type='sharded'")
         path = str(self.broadcast(filepath))
-        entries = {f"state_dict.{name}": value for name, value in checkpoint.pop("state_dict").items()}
+        entries: dict[str, Any] = {}
+        for what in [k for k, v in checkpoint.items() if k == "state_dict" or _has_parts(v)]:  # of callbacks, too
+            entries.update({f"{what}.{name}": value for name, value in checkpoint.pop(what).items()})
         groups = []
         for i, optimizer in enumerate(checkpoint.pop("optimizer_states", ())):
             groups.append(optimizer["param_groups"])
@@ -543,6 +546,10 @@ class Zero3StrategyMixin(_Base):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         register_strategies(cls, strategy_registry)
+
+
+def _has_parts(value: Any) -> bool:
+    return isinstance(value, dict) and any(isinstance(v, FlatRange) for v in value.values())
 
 
 def _float_dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
