@@ -48,7 +48,7 @@ class _Held(nn.Module):
         engine = engine_of(module)
         assert engine is not None
         self.frozen = frozen
-        self.names = []
+        self.names: list[list[str]] = []
         for chunk in (c for layer in engine.layers for c in layer.chunks):
             if chunk.trainable or (frozen and chunk.dtype.is_floating_point):
                 self.register_parameter(str(len(self.names)), nn.Parameter(chunk.data.detach(), requires_grad=False))
@@ -72,7 +72,7 @@ class _AverageOfShards(AveragedModel):
         Raises:
             Zero3Error: it was cut anew since the average began.
         """
-        held = _Held(module, self.module.frozen)
+        held = _Held(module, bool(self.module.frozen))
         if held.names != self.module.names:
             raise Zero3Error(
                 "parameters were frozen or unfrozen since the average of the weights began. Do it before the fit, or "

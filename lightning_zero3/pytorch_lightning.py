@@ -1,6 +1,6 @@
 """`Zero3Strategy` and callbacks for those who `import pytorch_lightning`: the same over the other package's classes.
 
-`strategy="zero3"` works there after `import lightning_zero3`, too; this module is for its arguments and for the callbacks.
+`strategy="zero3"` works there after `import lightning_zero3`, too; this module is for its arguments and for callbacks.
 """
 
 from __future__ import annotations
