@@ -17,6 +17,7 @@ __all__ = [
     "in_functional_transform",
     "queue_end_of_backward",
     "reduce_scatter_single",
+    "references",
     "saved_tensor_hooks_enabled",
 ]
 
@@ -48,6 +49,11 @@ def saved_tensor_hooks_enabled() -> bool:
 def in_functional_transform() -> bool:
     """Whether a torch.func transform is active."""
     return torch._C._functorch.maybe_current_level() is not None
+
+
+def references(storage: torch.UntypedStorage) -> int:
+    """How many tensors look into `storage`, and who else holds it."""
+    return torch._C._storage_Use_Count(storage._cdata)
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:

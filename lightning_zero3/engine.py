@@ -7,6 +7,7 @@ backward passes (reentrant checkpoints) belong to the outermost.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -81,6 +82,7 @@ class Engine:
         self._path = self._forward[True]
         self._uses = 0  # calls of layers in progress
         self._borrowed: set[Zero3Layer] = set()  # fetched because a parameter was read, until the pass ends
+        self._warned: set[Zero3Layer] = set()
         self._tasks: set[int] = set()  # graph tasks of the backward in progress
         self._needed: set[Zero3Layer] = set()  # layers whose backward has begun and not ended
         self._reductions: deque[Reduction] = deque()
@@ -161,6 +163,14 @@ class Engine:
             layer.release()
             if torch.is_grad_enabled():
                 layer.unfreeze()
+        for layer in self.pool.outdated() - self._warned:
+            self._warned.add(layer)
+            warnings.warn(
+                f"a view of a parameter of layer {layer.name!r} (weight.detach(), weight.t(), ...) has been kept over "
+                "an update of the weights. Gathered parameters are copies: it shows the old ones for ever. Make the view "
+                "anew in each forward, or keep a clone.",
+                stacklevel=2,
+            )
         self._path = self._forward[torch.is_grad_enabled()]
         self._path.begin()
         if torch.is_grad_enabled() or self._buffers_differ:

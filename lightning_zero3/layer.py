@@ -314,6 +314,11 @@ class Zero3Layer(nn.Module):
         return self._views.nbytes
 
     @property
+    def version(self) -> int:
+        """A number that changes with every update of the weights."""
+        return self.updates + sum(chunk.data._version for chunk in self.chunks)
+
+    @property
     def sharded(self) -> bool:
         """Whether using the layer needs a fetch first."""
         return self.state is LayerState.SHARDED
@@ -329,6 +334,7 @@ class Zero3Layer(nn.Module):
         comm.order_after("fetch", slot.free_event)
         with comm.on_stream("fetch"):
             flats = self._views.of(slot).flats
+            slot.mark(self.version)
             for chunk, flat in zip(self.chunks, flats, strict=True):
                 comm.own(flat).copy_(chunk.data)  # casts to the compute dtype
             self._fetch = comm.gather(f"layer {self.name!r}", flats)

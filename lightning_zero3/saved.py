@@ -36,7 +36,7 @@ class SavedWeight(NamedTuple):
     """A view of a layer's slot: geometry in elements of `dtype`, counted from the slot's first byte."""
 
     layer: Zero3Layer
-    updates: int  # how often the layer's weights had been updated
+    version: int  # of the layer's weights
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -75,7 +75,7 @@ class SavedWeights:
             if slot is not None and slot.owner is not None:
                 layer = slot.owner
                 return SavedWeight(
-                    layer, layer.updates, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+                    layer, layer.version, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
                 )
             if enclosing is not None:
                 return _Passed(enclosing[1], enclosing[0](tensor))
@@ -106,7 +106,7 @@ def _unpack(saved: SavedWeight | _Kept | _Passed) -> Tensor:
             )
         return saved.tensor
     layer = saved.layer
-    if layer.updates != saved.updates:
+    if layer.version != saved.version:
         raise Zero3Error(
             f"layer {layer.name!r} was updated by an optimizer between a forward and its backward. Compute the forward "
             "again after optimizer.step(), or step after all backward passes that need the old weights."

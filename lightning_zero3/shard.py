@@ -18,7 +18,7 @@ from lightning_zero3.errors import Zero3Error
 from lightning_zero3.layer import Zero3Layer, layer_of
 from lightning_zero3.sharded_checkpoint import Stored, StoredState
 from lightning_zero3.state import LayerState
-from lightning_zero3.wrap import AutoWrapPolicy, plan_layers
+from lightning_zero3.wrap import AutoWrapPolicy, check_memory, plan_layers
 
 __all__ = [
     "engine_of",
@@ -62,6 +62,7 @@ def shard_module(
     if engine_of(module) is not None:
         raise Zero3Error(f"{type(module).__name__} is sharded already")
     device = torch.device(device or "cpu")
+    check_memory(module)
     plans, top = plan_layers(module, auto_wrap_policy)
     engine = Engine(comm or Communicator(device=device), device, precision, prefetch)
     for plan in plans:

@@ -3,6 +3,9 @@
 A slot is allocated the first time it is needed and reused for ever, so that steady training allocates nothing for
 parameters and its peak never creeps. A slot serves requests of about its own size only (at least half of it): a small
 layer that borrowed the embedding's slot would force a second one of that size to be made.
+
+A view of a weight may outlive its use: kept by a custom autograd function, put into an attribute, returned inside some
+object. The slot that it looks into is then not given to another layer until the view is gone.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_zero3 import compat
 from lightning_zero3.layout import round_up
 
 if TYPE_CHECKING:
@@ -32,6 +36,17 @@ class Slot:
             self.bytes: Tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self.owner: Zero3Layer | None = None
         self.free_event: torch.cuda.Event | None = None  # CUDA: what read the slot last must end before it is refilled
+        self._storage = self.bytes.untyped_storage()
+        self._ours = 0
+
+    def mark(self, version: int) -> None:
+        """It takes in weights of this version. All views that there are now are the engine's."""
+        self._ours, self.version = compat.references(self._storage), version
+
+    @property
+    def watched(self) -> bool:
+        """Whether there are other views than when it was marked."""
+        return self._ours > 0 and compat.references(self._storage) > self._ours
 
     def flat(self, dtype: torch.dtype, offset: int, numel: int) -> Tensor:
         """`[numel]` elements of `dtype` that start at byte `offset`."""
@@ -45,10 +60,13 @@ class SlotPool:
         self.device = device
         self.slots: list[Slot] = []
         self._free: list[Slot] = []
+        self._aside: list[Slot] = []  # given back, but somebody still looks into them
         self._by_storage: dict[int, Slot] = {}
 
     def take(self, nbytes: int, owner: Zero3Layer) -> Slot:
         """The smallest free slot that fits, or a new one."""
+        if self._aside:
+            self._reclaim()
         fitting = [s for s in self._free if nbytes <= s.bytes.numel() <= 2 * nbytes]
         if fitting:
             slot = min(fitting, key=lambda s: (s.bytes.numel(), s.index))
@@ -64,8 +82,21 @@ class SlotPool:
         """Return a slot. On CUDA, whoever takes it next waits until the work queued so far is done."""
         if slot.bytes.is_cuda:
             slot.free_event = torch.cuda.current_stream().record_event()
-        slot.owner = None
+        if slot.watched:
+            self._aside.append(slot)
+            return
+        slot.owner, slot._ours = None, 0
         self._free.append(slot)
+
+    def _reclaim(self) -> None:
+        aside, self._aside = self._aside, []
+        for slot in aside:
+            self.give(slot)
+
+    def outdated(self) -> set[Zero3Layer]:
+        """Layers into whose weights somebody looks as they were before an update."""
+        self._reclaim()
+        return {s.owner for s in self._aside if s.owner is not None and s.owner.version != s.version}
 
     def of_tensor(self, tensor: Tensor) -> Slot | None:
         """The slot that `tensor` is a view of, if any."""
@@ -79,7 +110,7 @@ class SlotPool:
     @property
     def taken(self) -> int:
         """How many slots are in use now."""
-        return len(self.slots) - len(self._free)
+        return len(self.slots) - len(self._free) - len(self._aside)
 
 
 class Views(NamedTuple):

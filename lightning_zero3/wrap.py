@@ -6,13 +6,16 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_zero3.errors import Zero3Error
 
-__all__ = ["AutoWrapPolicy", "Plan", "check_policy", "plan_layers"]
+__all__ = ["AutoWrapPolicy", "Plan", "check_memory", "check_policy", "plan_layers"]
 
 AutoWrapPolicy = str | Collection[type[nn.Module]] | Callable[..., bool] | None
 
@@ -77,6 +80,30 @@ def plan_layers(root: nn.Module, policy: AutoWrapPolicy = "auto") -> tuple[list[
     kept = {id(p) for _, p in top.owned}
     top.entries = [m for m in root.modules() if m is root or any(id(p) in kept for p in m.parameters())]
     return [plan for plan in plans.values() if plan.owned], top
+
+
+def check_memory(root: nn.Module) -> None:
+    """Raise if tensors of a model share memory without being one parameter: sharding would part them silently."""
+    for name in (n for n, p in root.named_parameters() if is_lazy(p)):
+        raise Zero3Error(f"parameter {name!r} has no shape yet: run the lazy module once before it is sharded")
+    held: dict[int, tuple[str, Tensor]] = {}
+    for prefix, module in root.named_modules():
+        for name, value in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
+            if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta and value.numel():
+                held.setdefault(id(value), (f"{prefix}.{name}".lstrip("."), value))
+    spans = sorted((t.data_ptr(), t.data_ptr() + _extent(t), name, t) for name, t in held.values())
+    for (_, stop, one, first), (start, _, other, second) in pairwise(spans):
+        if start < stop and any(isinstance(t, nn.Parameter) for t in (first, second)):
+            raise Zero3Error(
+                f"{one!r} and {other!r} share memory without being the same parameter; once sharded they would part. "
+                "Tie weights by assigning the parameter itself (a.weight = b.weight), and make views in forward."
+            )
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
 
 
 def check_policy(policy: AutoWrapPolicy) -> None:
