@@ -167,8 +167,8 @@ class Engine:
             self._warned.add(layer)
             warnings.warn(
                 f"a view of a parameter of layer {layer.name!r} (weight.detach(), weight.t(), ...) has been kept over "
-                "an update of the weights. Gathered parameters are copies: it shows the old ones for ever. Make the view "
-                "anew in each forward, or keep a clone.",
+                "an update of the weights. Gathered parameters are copies: it shows the old ones for ever. Make the "
+                "view anew in each forward, or keep a clone.",
                 stacklevel=2,
             )
         self._path = self._forward[torch.is_grad_enabled()]

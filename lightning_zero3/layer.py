@@ -298,6 +298,7 @@ class Zero3Layer(nn.Module):
             )
 
         entries = set(self.entries)
+        before_forward = torch.compiler.disable(before_forward)
         for owner in self._modules_inside():
             if not WatchedParameters.watch(owner, mine, self):
                 continue
@@ -380,9 +381,13 @@ class Zero3Layer(nn.Module):
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
+    # torch.compile of a module takes in its hooks. Ours stay outside of the graph, which then is the module's forward.
+
+    @torch.compiler.disable
     def _before_forward(self, entry: nn.Module, args: Any, kwargs: Any) -> None:
         self.enter(args, kwargs)
 
+    @torch.compiler.disable
     def _after_forward(self, entry: nn.Module, args: Any, output: Any) -> None:
         # The backward of an embedding needs no weight: what reaches its output is no reason to fetch.
         self.leave(output, fetch_in_backward=type(entry) not in (nn.Embedding, nn.EmbeddingBag))
