@@ -67,7 +67,8 @@ class GradientNorms(Callback):
         norm_type: p of the p-norm; "inf" for the largest absolute value.
         per: "parameter", or "layer": all parameters whose names agree up to the first number ("net.blocks.0"), or,
             without one, up to the last dot ("net.head").
-        every_n_steps: default the Trainer's `log_every_n_steps`.
+        every_n_steps: default the Trainer's `log_every_n_steps`. (With a larger number Lightning repeats the last norms
+            in the rows between.)
 
     Raises:
         Zero3Error: an argument that cannot be meant.

@@ -40,7 +40,8 @@ class ShardedGrad(Tensor):
             return args[0]
         raise Zero3Error(
             f"{func} on a parameter's gradient, which is sharded over ranks. To clip: Trainer(gradient_clip_val=...), "
-            "or self.clip_gradients(optimizer, ...) in manual optimization. Norms: self.trainer.strategy.grad_norms(). "
+            "or self.trainer.strategy.clip_grad_norm_(optimizer, ...) in manual optimization. Norms: GradientNorms() among "
+            "the Trainer's callbacks, or self.trainer.strategy.grad_norms(). "
             "For backward in manual optimization: self.manual_backward(loss), not loss.backward()."
         )
 

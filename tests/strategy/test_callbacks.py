@@ -1,5 +1,7 @@
 """Lightning's callbacks, samplers and logging, with what they need from a strategy; L9 and L16."""
 
+import csv
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,13 +16,16 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanSquaredError
 
+from lightning_zero3 import GradientNorms, Zero3Error
 from tests.harness import assert_same, distributed
 from tests.harness.models import Pairs, Task, adamw, loader
-from tests.strategy.runs import WIDTHS, make_mlp, trainer, weights_of, zero3
+from tests.harness.oracles import _model_parallel_strategy
+from tests.strategy.runs import WIDTHS, make_mlp, make_plain_mlp, trainer, weights_of, zero3
 
 STRATEGIES = [zero3, lambda: "ddp"]
 
@@ -174,3 +179,150 @@ def test_collectives_of_the_strategy_reach_all_ranks():
     module = Collective(make_mlp())
     trainer(zero3(), max_steps=1).fit(module, loader(pairs()))
     assert module.seen == [2, 1.0, 3.0, "text", False, True, [0, 1, 2]]
+
+
+def logged(strategy, callback, path, module=None, **options):
+    """What the logger wrote: by step, the columns of gradient norms."""
+    logger = CSVLogger(path)
+    t = trainer(strategy, max_steps=6, callbacks=[callback], logger=logger, log_every_n_steps=2, **options)
+    t.fit(module or Task(make_plain_mlp()), loader(pairs(96)))
+    if dist.get_rank():
+        return {}
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    norms = {r["step"]: {k: float(v) for k, v in r.items() if k.startswith("grad_") and v} for r in rows}
+    return {step: norm for step, norm in norms.items() if norm}
+
+
+LAYERS = ["net.blocks.0", "net.blocks.1", "net.blocks.2", "net.head"]
+
+
+@pytest.mark.parametrize("per", ["layer", "parameter"])
+@pytest.mark.parametrize("norm_type", [2.0, 1, "inf"])
+@distributed(world=2)
+def test_gradient_norms_are_the_same_under_every_strategy(norm_type, per, tmp_path):
+    options = {"gradient_clip_val": 0.01, "accumulate_grad_batches": 2}
+    rows = [
+        logged(strategy(), GradientNorms(norm_type, per), tmp_path / str(number), **options)
+        for number, strategy in enumerate(STRATEGIES)
+    ]
+    if dist.get_rank() == 0:
+        assert list(rows[0]) == ["1", "3", "5"]
+        names = LAYERS if per == "layer" else [name for name, _ in Task(make_plain_mlp()).named_parameters()]
+        key = f"grad_{float(norm_type)}_norm"
+        assert set(rows[0]["1"]) == {f"{key}/{name}" for name in names} | {f"{key}_total"}
+        assert rows[0]["1"][f"{key}_total"] > 0.02  # not clipped
+    assert_same(rows[0], rows[1], rtol=1e-4)
+
+
+class Model(Task):
+    """For FSDP2, whose oracle wants a module that it can subclass."""
+
+    def __init__(self):
+        super().__init__(make_plain_mlp())
+
+
+@distributed(world=2)
+def test_gradient_norms_under_fsdp2(tmp_path):
+    rows = []
+    for number in range(2):
+        module = Model()
+        strategy = zero3() if number == 0 else _model_parallel_strategy(module)
+        rows.append(logged(strategy, GradientNorms(), tmp_path / str(number), module))
+    assert_same(rows[0], rows[1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@distributed(world=2)
+def test_gradient_norms_are_without_the_loss_scale(fused, tmp_path):
+    rows = []
+    for number, plugins in enumerate(([], [MixedPrecision("16-mixed", "cpu")], [MixedPrecision("16-mixed", "cpu")])):
+        module = Task(make_plain_mlp(), lambda net: torch.optim.AdamW(net.parameters(), lr=1e-3, fused=fused))
+        strategy = "ddp" if number == 2 else zero3()
+        rows.append(logged(strategy, GradientNorms(), tmp_path / str(number), module, plugins=plugins))
+    assert_same(rows[1], rows[0], rtol=2e-2)
+    assert_same(rows[1], rows[2], rtol=1e-3)
+
+
+class Gan(Task):
+    """Two optimizers, in turn, of which each logs its own parameters; one of them is never used in the loss."""
+
+    def __init__(self):
+        super().__init__(make_plain_mlp())
+        self.automatic_optimization = False
+        self.net.unused = torch.nn.Parameter(torch.ones(3))
+        self.net.head.bias.requires_grad_(False)
+
+    def configure_optimizers(self):
+        rest = [p for name, p in self.net.named_parameters() if not name.startswith("blocks.")]
+        return torch.optim.SGD(self.net.blocks.parameters(), lr=0.1), torch.optim.SGD(rest, lr=0.1)
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        optimizer = (first, second)[batch_idx > 2]
+        self.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@distributed(world=2)
+def test_gradient_norms_are_those_of_the_optimizer_that_steps(tmp_path):
+    rows = [
+        logged(strategy, GradientNorms(every_n_steps=1), tmp_path / str(number), Gan())
+        for number, strategy in enumerate((zero3(), "ddp_find_unused_parameters_true"))
+    ]
+    if dist.get_rank() == 0:
+        first = {f"grad_2.0_norm/{name}" for name in LAYERS[:3]} | {"grad_2.0_norm_total"}
+        assert set(rows[0]["1"]) == first
+        assert set(rows[0]["5"]) == first | {"grad_2.0_norm/net", "grad_2.0_norm/net.head"}
+        assert rows[0]["5"]["grad_2.0_norm/net"] == 0 < rows[0]["5"]["grad_2.0_norm/net.head"]
+    assert_same(rows[0], rows[1], rtol=1e-4)
+
+
+@distributed(world=1)
+def test_gradient_norms_every_so_many_steps(tmp_path):
+    rows = logged(zero3(), GradientNorms(every_n_steps=4), tmp_path)
+    assert list(rows) == ["3", "5"]
+    assert rows["3"] == rows["5"]  # Lightning repeats the last value
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"norm_type": 0}, "norm_type=0: give a positive number"),
+        ({"per": "block"}, "per='block': choose 'layer' or 'parameter'"),
+        ({"every_n_steps": 0}, "every_n_steps=0: give 1 or more"),
+    ],
+)
+def test_gradient_norms_that_cannot_be_meant_are_refused(options, said):
+    with pytest.raises(Zero3Error, match=said):
+        GradientNorms(**options)
+
+
+# -- detect_anomaly ---------------------------------------------------------------------------------------------------
+
+
+class Nan(Task):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return (
+            loss + (loss * 0).sqrt() if batch_idx == 2 else loss
+        )  # the root of zero: its gradient is infinite, times 0
+
+
+@distributed(world=2)
+def test_anomaly_detection_finds_a_nan_in_backward_on_all_ranks():
+    t = trainer(zero3(), max_steps=5, detect_anomaly=True)
+    with pytest.raises(RuntimeError, match="Function 'MulBackward0' returned nan values"):
+        t.fit(Nan(make_mlp()), loader(pairs()))
+    assert t.global_step == 2
+
+
+@distributed(world=2)
+def test_anomaly_detection_changes_nothing_in_a_clean_run():
+    runs = []
+    for detect in (True, False):
+        module = Task(make_mlp())
+        trainer(zero3(), max_steps=5, detect_anomaly=detect).fit(module, loader(pairs()))
+        runs.append(weights_of(module))
+    assert_same(runs[0], runs[1], rtol=0, atol=0)

@@ -93,6 +93,7 @@ trainer:
     init_args:
       auto_wrap_policy: [torch.nn.Linear]
       prefetch: 2
+      reduce_dtype: bfloat16
       broadcast_buffers: false
       timeout: 00:02:00
   accelerator: cpu

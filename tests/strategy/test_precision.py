@@ -11,7 +11,7 @@ from lightning_zero3 import Zero3Error, Zero3Strategy
 from tests.harness import assert_same, distributed
 from tests.harness.models import Pairs, Task, loader
 from tests.harness.oracles import fit
-from tests.strategy.runs import make_mlp, mlp_task, same_run, trainer, zero3
+from tests.strategy.runs import make_mlp, make_plain_mlp, mlp_task, same_run, trainer, zero3
 
 # In true half precision a flat chunk's update rounds differently from a parameter's own: allow two roundings.
 TRUE = {"32-true": (1e-5, 1e-6), "64-true": (1e-12, 1e-12), "bf16-true": (2**-6, 2**-6), "16-true": (2**-9, 2**-10)}
@@ -51,19 +51,25 @@ def mixed(precision):
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("make_model", [make_plain_mlp, make_mlp], ids=["plain", "awkward"])
 @distributed(world=[1, 2, 3])
-def test_mixed_precision_is_as_near_to_ddps_as_that_is_to_full_precision(precision):
-    data = loader(Pairs(400, 7))
+def test_mixed_precision_is_ddps_within_its_noise(precision, make_model):
+    """Noise is how far DDP's mixed precision is from its full precision.
+
+    The awkward net has scalars that multiply. Autocast leaves those in float32 while here they travel in the small
+    dtype like all weights: that is noise of its own. The plain net computes what DDP's does.
+    """
+    data, share = loader(Pairs(400, 7)), 0.01 if make_model is make_plain_mlp else 2.0
     ours, ddp, full = (
-        fit(s, lambda: Task(make_mlp(), momentum), data, steps=20, **options)
+        fit(s, lambda: Task(make_model(), momentum), data, steps=20, **options)
         for s, options in ((zero3(), mixed(precision)), ("ddp", mixed(precision)), ("ddp", {}))
     )
     for kind in ("losses", "weights"):
         mine, theirs, exact = (flat(getattr(run, kind)) for run in (ours, ddp, full))
         noise = (theirs - exact).norm()
         assert 0 < noise < 0.02 * exact.norm()
-        assert (mine - theirs).norm() < 2 * noise  # each is off by about that much, in a direction of its own
-        assert 0 < (mine - exact).norm() < 2 * noise  # and it did compute in that precision
+        assert (mine - theirs).norm() < share * noise
+        assert 0 < (mine - exact).norm() < 3 * noise  # and it did compute in that precision
     assert {w.dtype for w in ours.weights.values()} == {torch.float32}
 
 
@@ -175,9 +181,9 @@ def mean_of_local(gradients):
 
 
 @pytest.mark.parametrize("given", [torch.float32, "float32", "torch.float32"], ids=str)
-@distributed(world=2)
+@distributed(world=4)
 def test_gradients_reduce_in_the_dtype_that_is_asked_for(given):
-    """Four summands that bfloat16 would round, two on each rank; SGD with lr 1 shows them in the weights."""
+    """Four ranks: sums of two would be rounded once in either dtype. SGD with lr 1 shows the mean in the weights."""
     weights, bytes_sent, exact = [], [], None
     for dtype in (given, None):
         strategy, module = zero3(reduce_dtype=dtype), LocalGradients()
