@@ -230,4 +230,4 @@ class Chunk:
             elif keep and piece.dtype == self.dtype:
                 segment.param.grad = piece
             else:
-                segment.param.grad = torch.mul(piece.to(self.dtype), scale)
+                segment.param.grad = torch.mul(piece, scale).to(self.dtype)

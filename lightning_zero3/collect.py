@@ -28,6 +28,7 @@ class GradientCollector:
         self._views = SlotViews([(c, c.reduce_dtype) for c in layer.trainable])
         self._gaps = [list(c.layout.gaps(c.total)) for c in layer.trainable]
         self._world_size = layer.engine.comm.world_size
+        self._held: tuple[Slot | None, Views] | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -91,17 +92,44 @@ class GradientCollector:
         )
 
     def hand_over(self) -> tuple[Slot | None, list[Tensor]]:
-        """The flat gradients, one `[total]` per trainable chunk, complete: what is missing and all padding are zero."""
-        assert self._into is not None
+        """The flat gradients, one `[total]` per trainable chunk, complete: what is missing and all padding are zero.
+
+        With what was held back.
+        """
+        held, self._held = self._held, None
+        if self._into is None:
+            assert held is not None
+            return held[0], held[1].flats
         flats, views = self._into
         for place, index in self._all - self._arrived:
             views[place][index].zero_()
         for flat, gaps in zip(flats, self._gaps, strict=True):
             for lo, hi in gaps:
                 flat[lo:hi].zero_()
+        if held is not None:
+            torch._foreach_add_(flats, held[1].flats)
+            if held[0] is not None:
+                self._layer.engine.pool.give(held[0])
         slot = self._slot
         self._reset()
         return slot, flats
+
+    @property
+    def held(self) -> bool:
+        """Whether gradients of earlier passes are held back."""
+        return self._held is not None
+
+    def hold_back(self) -> None:
+        """Keep the flat gradients, to be added to those of the next pass."""
+        into = self._into
+        slot, flats = self.hand_over()
+        assert into is not None
+        self._held = slot, Views(flats, into.params)
+
+    def forget(self, place: int, index: int) -> None:
+        """Let what is held back of one parameter's gradient be zero."""
+        if self._held is not None:
+            self._held[1].params[place][index].zero_()
 
     def drop(self) -> None:
         """Forget what has arrived."""

@@ -86,6 +86,7 @@ class Engine:
         self._tasks: set[int] = set()  # graph tasks of the backward in progress
         self._needed: set[Zero3Layer] = set()  # layers whose backward has begun and not ended
         self._reductions: deque[Reduction] = deque()
+        self._holding = False  # gradients are not reduced for now
 
     def add(self, layer: Zero3Layer) -> int:
         """Take a layer in. Returns its index."""
@@ -253,6 +254,9 @@ class Engine:
 
     def reduce(self, layer: Zero3Layer) -> None:
         """A layer's gradients are complete: start reducing them."""
+        if self._holding and self.comm.world_size > 1:
+            layer.grads.hold_back()
+            return
         if not self._backward.advance(Event("reduce", layer.index)):
             self.comm.agree(f"reduction of layer {layer.name!r}")
         self._land_all_but(_REDUCTIONS)
@@ -265,6 +269,18 @@ class Engine:
                 self._land(reduction)
             else:
                 self._reductions.append(reduction)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward passes do not reduce gradients: each rank keeps its own, whole, until the first pass after.
+
+        The least traffic when micro-batches are accumulated, for the memory of all gradients in full.
+        """
+        self._holding, before = True, self._holding
+        try:
+            yield
+        finally:
+            self._holding = before
 
     def _land_all_but(self, count: int) -> None:
         """Leave at most the `count` latest reductions in flight."""
@@ -286,7 +302,7 @@ class Engine:
         if self._tasks:
             return
         for layer in self.layers:
-            if layer.grads.begun:
+            if layer.grads.begun or (layer.grads.held and not self._holding):
                 self.reduce(layer)
         self._land_all_but(0)
         self.comm.join("reduce")

@@ -9,7 +9,7 @@ done to the parameter's part of the segments; all else raises an error that name
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from lightning_zero3.chunk import Chunk
 from lightning_zero3.engine import Engine
 from lightning_zero3.errors import Zero3Error
+
+if TYPE_CHECKING:
+    from lightning_zero3.layer import Zero3Layer
 
 __all__ = ["ShardedGrad", "StandIns"]
 
@@ -40,8 +43,8 @@ class ShardedGrad(Tensor):
             return args[0]
         raise Zero3Error(
             f"{func} on a parameter's gradient, which is sharded over ranks. To clip: Trainer(gradient_clip_val=...), "
-            "or self.trainer.strategy.clip_grad_norm_(optimizer, ...) in manual optimization. Norms: GradientNorms() among "
-            "the Trainer's callbacks, or self.trainer.strategy.grad_norms(). "
+            "or self.trainer.strategy.clip_grad_norm_(optimizer, ...) in manual optimization. Norms: GradientNorms() "
+            "among the Trainer's callbacks, or self.trainer.strategy.grad_norms(). "
             "For backward in manual optimization: self.manual_backward(loss), not loss.backward()."
         )
 
@@ -62,7 +65,7 @@ class StandIns:
 
     def place(self) -> None:
         """After a backward pass."""
-        for param in (p for chunk in self._chunks() for p in chunk.params):
+        for param in (p for _, _, chunk in self._chunks() for p in chunk.params):
             stand_in = self._made.get(param)
             if stand_in is None or stand_in.dtype != param.dtype:  # mixed precision, while the layer is in use
                 stand_in = self._made[param] = ShardedGrad(param)
@@ -83,11 +86,13 @@ class StandIns:
         Raises:
             Zero3Error: one was replaced by something else. On every rank, whoever holds the parameter.
         """
-        for chunk in self._chunks() if self._made else ():
+        for layer, place, chunk in self._chunks() if self._made else ():
             fates = [self._fate(name, param) for name, param in zip(chunk.names, chunk.params, strict=True)]
             if not any(fates):
                 continue
             chunk.split(fates.__getitem__)
+            for index in (i for i, fate in enumerate(fates) if fate):
+                layer.grads.forget(place, index)
             for segment in chunk.segments:
                 fate = fates[segment.indices[0]] if segment.indices else None
                 if fate == "removed":
@@ -111,5 +116,5 @@ class StandIns:
             )
         return "zeroed" if stand_in.zeroed else None
 
-    def _chunks(self) -> Iterator[Chunk]:
-        return (chunk for layer in self._engine.layers for chunk in layer.trainable)
+    def _chunks(self) -> Iterator[tuple[Zero3Layer, int, Chunk]]:
+        return ((layer, place, chunk) for layer in self._engine.layers for place, chunk in enumerate(layer.trainable))

@@ -168,6 +168,8 @@ class Zero3Layer(nn.Module):
             if chunk.trainable or not wanting:
                 chunks.append(chunk)
                 continue
+            if self.grads.held:
+                self.engine.reduce(self)
             self.engine.comm.agree(f"unfreezing of {len(wanting)} parameters from {wanting[0]!r} on")
             chunk.point_to(chunk.views(self.gather([chunk])[0]))
             chunks += self._chunks_of(list(zip(chunk.names, chunk.params, strict=True)), chunk.data.device)

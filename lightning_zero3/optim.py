@@ -115,6 +115,11 @@ class ShardedOptimizers:
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         given = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         self._show(optimizer)
+        if given is None and (held := next((x for x in self._layers(optimizer) if x.grads.held), None)) is not None:
+            raise Zero3Error(
+                f"{type(optimizer).__name__} is to step, but gradients of layer {held.name!r} are still held back on "
+                "each rank. Let the last backward before a step synchronise."
+            )
         if given is None:
             return None
 

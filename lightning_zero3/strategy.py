@@ -7,7 +7,7 @@ The logic is written once, in `Zero3StrategyMixin`, and bound to both homes of L
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
@@ -25,6 +25,11 @@ from lightning_zero3 import durable, sharded_checkpoint
 from lightning_zero3.background import BackgroundWriter
 from lightning_zero3.boxes import FlatRange
 from lightning_zero3.callbacks import refuse_callbacks
+from lightning_zero3.checkpointing import (
+    ActivationCheckpointingPolicy,
+    check_checkpointing,
+    checkpoint_activations,
+)
 from lightning_zero3.chunk import PrecisionPolicy
 from lightning_zero3.clip import clip_grad_norm_
 from lightning_zero3.comm import Communicator
@@ -83,6 +88,10 @@ class Zero3StrategyMixin(_Base):
         reduce_dtype: of gradients while they are reduced, as torch.dtype or by name ("float32"); default the dtype they
             are kept in. Under "bf16-true" "float32" sums exactly at twice the bytes; under "*-mixed" "bfloat16" halves
             them.
+        activation_checkpointing_policy: whose activations to compute again in backward instead of keeping them: a set
+            of module classes, a function `module -> bool`, or None.
+        accumulation: of gradients over micro-batches. "sharded": each is reduced into the shards at once; the least
+            memory. "full": each rank keeps whole gradients and reduces once, before the step; the least traffic.
         broadcast_buffers: overwrite buffers with the first rank's before each forward pass in training, as DDP does.
         process_group_backend: default "gloo" on the CPU and "nccl" on CUDA.
         timeout: how long a collective may take before it is an error.
@@ -113,6 +122,8 @@ class Zero3StrategyMixin(_Base):
         precision_plugin: Any = None,
         auto_wrap_policy: AutoWrapPolicy = "auto",
         prefetch: int = 1,
+        activation_checkpointing_policy: ActivationCheckpointingPolicy = None,
+        accumulation: str = "sharded",
         state_dict_type: str = "full",
         save_async: bool = False,
         reduce_dtype: torch.dtype | str | None = None,
@@ -134,10 +145,15 @@ class Zero3StrategyMixin(_Base):
             raise Zero3Error("save_async=True needs state_dict_type='sharded'")
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise Zero3Error(f"start_method={start_method!r}: choose 'popen', 'spawn', 'fork' or 'forkserver'")
+        if accumulation not in ("sharded", "full"):
+            raise Zero3Error(f"accumulation={accumulation!r}: choose 'sharded' or 'full'")
         check_policy(auto_wrap_policy)
+        check_checkpointing(activation_checkpointing_policy)
         check_prefetch(prefetch)
         self.auto_wrap_policy = auto_wrap_policy
         self.prefetch = prefetch
+        self.activation_checkpointing_policy = activation_checkpointing_policy
+        self.accumulation = accumulation
         self.state_dict_type = state_dict_type
         self.save_async = save_async
         self.reduce_dtype = _float_dtype("reduce_dtype", reduce_dtype)
@@ -260,6 +276,8 @@ class Zero3StrategyMixin(_Base):
             if self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
             self.precision_plugin.convert_module(module)
+            if self.activation_checkpointing_policy is not None:
+                checkpoint_activations(module, self.activation_checkpointing_policy)
             self._engine = shard_module(
                 module,
                 self.auto_wrap_policy,
@@ -327,6 +345,10 @@ class Zero3StrategyMixin(_Base):
         if self._background is not None:
             self._background.check()
         return self._step(self.precision_plugin.train_step_context(), self.lightning_module.training_step, args, kwargs)
+
+    def block_backward_sync(self) -> Any:
+        """Surrounds micro-batches that are not the last before a step."""
+        return self.engine.no_sync() if self.accumulation == "full" else nullcontext()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._even_steps.step():

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_zero3.errors import Zero3Error
 
-__all__ = ["AutoWrapPolicy", "Plan", "check_memory", "check_policy", "plan_layers"]
+__all__ = ["AutoWrapPolicy", "Plan", "check_memory", "check_policy", "choose", "plan_layers"]
 
 AutoWrapPolicy = str | Collection[type[nn.Module]] | Callable[..., bool] | None
 
@@ -55,7 +55,7 @@ def plan_layers(root: nn.Module, policy: AutoWrapPolicy = "auto") -> tuple[list[
         raise Zero3Error(f"{type(root).__name__} has no parameters: there is nothing to shard")
     names = {id(p): name for name, p in named.items()}
     module_names = {m: n for n, m in root.named_modules()}
-    wrapped = [m for m in _choose(root, policy) if m is not root]
+    wrapped = [m for m in choose(root, policy) if m is not root]
 
     # The innermost wrapped module around each use of a parameter is a candidate to own it.
     users: dict[int, list[nn.Module]] = {id(p): [] for p in named.values()}
@@ -127,7 +127,8 @@ def _visit(
         _visit(child, inside, wrapped, users, seen)
 
 
-def _choose(root: nn.Module, policy: AutoWrapPolicy) -> list[nn.Module]:
+def choose(root: nn.Module, policy: AutoWrapPolicy) -> list[nn.Module]:
+    """The modules that a policy means, from the outside in."""
     if policy is None:
         return []
     if isinstance(policy, str):
