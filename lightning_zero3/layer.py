@@ -406,13 +406,13 @@ class Zero3Layer(nn.Module):
                 for chunk in self.chunks:
                     chunk.check_in_place()
             self.engine.before_use(self)
-            self.engine.saved.push()
             self._releases_by_input = False
             if torch.is_grad_enabled():
                 for tensor in tensors_in(inputs):
                     if tensor.grad_fn is not None:
                         tensor.register_hook(self._on_input_grad)
                         self._releases_by_input = True
+        self.engine.saved.push()  # each time: activation checkpointing around this call may have pushed its own
         self.depth += 1
 
     def leave(self, output: Any = None, fetch_in_backward: bool = True) -> None:
@@ -420,8 +420,8 @@ class Zero3Layer(nn.Module):
         if self.depth == 0:  # `enter` failed
             return
         self.depth -= 1
+        self.engine.saved.pop()
         if self.depth == 0:
-            self.engine.saved.pop()
             if self._slot is not None and any(self.engine.pool.of_tensor(t) is self._slot for t in tensors_in(output)):
                 self.engine.keep_until_pass_ends(self)  # a weight, or a part of one, is what it returned
             if torch.is_grad_enabled() and fetch_in_backward and self.chunks:

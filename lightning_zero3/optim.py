@@ -115,21 +115,25 @@ class ShardedOptimizers:
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         given = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         self._show(optimizer)
-        if given is None and (held := next((x for x in self._layers(optimizer) if x.grads.held), None)) is not None:
-            raise Zero3Error(
-                f"{type(optimizer).__name__} is to step, but gradients of layer {held.name!r} are still held back on "
-                "each rank. Let the last backward before a step synchronise."
-            )
         if given is None:
+            self._check_synchronised(optimizer)
             return None
 
         def closure() -> Any:
             self._hide(optimizer)  # forward, backward and callbacks see parameters
             result = given()
             self._show(optimizer)
+            self._check_synchronised(optimizer)
             return result
 
         return ((optimizer, closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
+
+    def _check_synchronised(self, optimizer: Optimizer) -> None:
+        for layer in (layer for layer in self._layers(optimizer) if layer.grads.held):
+            raise Zero3Error(
+                f"{type(optimizer).__name__} is to step, but gradients of layer {layer.name!r} are still held back on "
+                "each rank. Let the last backward before a step synchronise."
+            )
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._hide(optimizer)
