@@ -80,10 +80,13 @@ class Zero3PrecisionMixin(_Base):
 
 
 class TruePrecisionMixin(Zero3PrecisionMixin):
-    """True precisions: chunks, gradients, optimizer state and all that is computed have one dtype."""
+    """True precisions: chunks, gradients, optimizer state and all that is computed have one dtype.
+
+    But "32-true", the default, leaves every dtype as it is, as it does in Lightning.
+    """
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return module.to(dtype=self.dtype)
+        return module if self.dtype is torch.float32 else module.to(dtype=self.dtype)
 
     @contextmanager
     def _default_dtype(self) -> Iterator[None]:

@@ -304,7 +304,8 @@ class Zero3StrategyMixin(_Base):
         engine, precision, module = self.engine, self.precision_plugin, self.lightning_module
         name, remedy = type(module).__name__, "Use the same, or load its checkpoint into a new module."
         stored = {c.dtype for layer in engine.layers for c in layer.chunks if c.dtype.is_floating_point}
-        same_precision = engine.policy == self._policy and (precision.mixed or stored <= {precision.dtype})
+        any_dtype = precision.mixed or precision.dtype is torch.float32  # "32-true" leaves every dtype as it is
+        same_precision = engine.policy == self._policy and (any_dtype or stored <= {precision.dtype})
         if not same_precision or engine.device != self.root_device:
             raise Zero3Error(
                 f"{name} was sharded by an earlier Trainer in another precision or on another device "
