@@ -343,3 +343,18 @@ def _extra():
     from lightning_zero3.durable import saved
 
     return saved({"epoch": 3, sharded_checkpoint.PARAM_GROUPS: []})
+
+
+def test_inspect_prints_what_a_file_of_the_same_run_would_have(tmp_path):
+    from lightning_zero3.cli import inspect_checkpoint
+
+    told = []
+    for kind in ("sharded", "full"):
+        path = tmp_path / f"{kind}.ckpt"
+        run(fit_and_save, 3, path, kind)
+        told.append(inspect_checkpoint(str(path)).split("\n"))
+    ours, full = told
+    assert ours.pop(3) == "written by 3 ranks"
+    assert sorted(line.split(",")[0] for line in ours) == sorted(line.split(",")[0] for line in full)
+    with pytest.raises(Zero3Error, match=r"\.metadata is missing or damaged"):
+        inspect_checkpoint(str(tmp_path))
