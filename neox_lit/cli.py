@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -46,15 +47,15 @@ def generate(
 
 
 def load_module(checkpoint: str, device: str = "cpu") -> NeoXLightning:
-    """The module of a full Lightning checkpoint, ready to generate.
+    """The module of a Lightning checkpoint, a file or a sharded directory, ready to generate.
 
     Raises:
         NeoXError: No such file, not a checkpoint, or one of something else.
     """
     path = Path(checkpoint)
     if path.is_dir():
-        raise NeoXError(f"checkpoint {checkpoint!r} is a directory; a full checkpoint is one .ckpt file")
-    if not path.is_file():
+        import lightning_zero3  # noqa: F401 - with it, Lightning loads directories
+    elif not path.is_file():
         raise NeoXError(f"checkpoint {checkpoint!r}: no such file (here: {Path.cwd()})")
     try:
         return NeoXLightning.load_from_checkpoint(path, map_location=device, weights_only=True).eval()
@@ -75,10 +76,22 @@ class NeoXCLI(LightningCLI):
         command = self.config.get("subcommand")
         options = self.config[command]
         path = options.get("ckpt_path")
-        if options.model.config is None and options.model.preset is None and path and Path(path).is_file():
-            checkpoint = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+        if options.model.config is None and options.model.preset is None and path and Path(path).exists():
+            if Path(path).is_dir():
+                from lightning_zero3.sharded_checkpoint import read_extra
+
+                checkpoint = read_extra(path)
+            else:
+                checkpoint = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
             shape = checkpoint.get("hyper_parameters", {}).get("config")
             self.config = self.parser.parse_object({command: {"model": {"config": shape}}}, self.config)
+
+    def after_fit(self) -> None:
+        """Say where the model is, and what may come next."""
+        saved = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
+        if saved and self.trainer.is_global_zero:
+            path = os.path.relpath(saved)
+            print(f'\nCheckpoint: {path}\nNext: neox-lit generate --checkpoint {path} --prompt "..."')
 
 
 # Warnings that ask for nothing a user of this command could do.
