@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import callbacks
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -155,6 +156,10 @@ class ShardedAveragingMixin(_Base):
             return
         # The module has the averages ("state_dict") now, and is not sharded yet if this is its first fit.
         self._loaded = checkpoint if "current_model_state" in checkpoint and "averaging_state" in checkpoint else None
+        if self._loaded is None:
+            rank_zero_warn(
+                "The checkpoint was not created with WeightAveraging. The average begins with the weights in it."
+            )
         self._due = True
         self._begin(pl_module)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero3 import compat
@@ -124,14 +125,26 @@ class Zero3Layer(nn.Module):
             self.__dict__[shared] = getattr(module, shared)
 
     def _chunks_of(self, named: list[tuple[str, nn.Parameter]], device: torch.device) -> list[Chunk]:
-        """Shard full parameters: one chunk for each dtype of those that train, and of those that do not."""
-        engine = self.engine
+        """Shard full parameters: one chunk for each dtype of those that train, and of those that do not.
+
+        Under mixed precision batch norms compute with parameters as they are stored: their statistics are, too.
+        """
+        engine, as_stored = self.engine, replace(self.engine.policy, param_dtype=None)
+        norms = [m for m in self._modules_inside() if isinstance(m, _BatchNorm)] if engine.policy.param_dtype else []
+        of_norms = {id(p) for m in norms for p in m._parameters.values()}
         kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
         for name, param in sorted(named, key=lambda item: (not item[1].requires_grad, str(item[1].dtype))):
-            kinds.setdefault((param.requires_grad, param.dtype), []).append((name, param))
+            kinds.setdefault((param.requires_grad, param.dtype, id(param) in of_norms), []).append((name, param))
         return [
-            Chunk(members, layer=self.name, trainable=trains, comm=engine.comm, device=device, policy=engine.policy)
-            for (trains, _), members in kinds.items()
+            Chunk(
+                members,
+                layer=self.name,
+                trainable=trains,
+                comm=engine.comm,
+                device=device,
+                policy=as_stored if of_norm else engine.policy,
+            )
+            for (trains, _, of_norm), members in kinds.items()
         ]
 
     def _arrange(self, chunks: list[Chunk]) -> None:
