@@ -23,6 +23,7 @@ import pickle
 import zlib
 from collections import UserDict
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -203,9 +204,17 @@ class _IndexUnpickler(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # how some versions of Python pickle a member of an enum
+            return _member
         if name not in self._KNOWN.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} does not belong in the index of a checkpoint")
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> Any:
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise pickle.UnpicklingError(f"{kind!r} does not belong in the index of a checkpoint")
+    return kind[name]
 
 
 class _Planner(DefaultLoadPlanner):
