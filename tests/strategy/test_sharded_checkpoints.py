@@ -7,6 +7,8 @@ import os
 import pickle
 import random
 import shutil
+import signal
+import time
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch import nn
 
 from lightning_zero3 import Zero3Error, sharded_checkpoint
 from lightning_zero3.boxes import FlatRange, boxes
+from lightning_zero3.durable import saved
 from tests.harness import assert_same, distributed, run
 from tests.harness.models import Task
 from tests.strategy.runs import make_mlp, make_plain_mlp, trainer, weights_of, zero3
@@ -343,8 +346,6 @@ def test_remote_paths(tmp_path):
 
 
 def _extra():
-    from lightning_zero3.durable import saved
-
     return saved({"epoch": 3, sharded_checkpoint.PARAM_GROUPS: []})
 
 
@@ -361,3 +362,35 @@ def test_inspect_prints_what_a_file_of_the_same_run_would_have(tmp_path):
     assert sorted(line.split(",")[0] for line in ours) == sorted(line.split(",")[0] for line in full)
     with pytest.raises(Zero3Error, match=r"\.metadata is missing or damaged"):
         inspect_checkpoint(str(tmp_path))
+
+
+def save_for_ever(path, first):
+    for number in itertools.count(first):
+        weights = torch.full((300, 7), float(number))
+        part = FlatRange(weights.shape, weights.stride(), 0, weights.reshape(-1))
+        sharded_checkpoint.write(path, {"state_dict.w": part}, saved({"number": number, **NO_OPTIMIZER}), None)
+
+
+NO_OPTIMIZER = {sharded_checkpoint.PARAM_GROUPS: []}
+
+
+def test_killed_at_any_moment_of_saving_the_newest_complete_one_loads(tmp_path):
+    """L20: kill -9, fifty times."""
+    path, pick, last = tmp_path / "x.ckpt", random.Random(0), 0
+    for _ in range(50):
+        child = os.fork()
+        if child == 0:
+            try:
+                save_for_ever(path, last + 1)
+            finally:
+                os._exit(1)
+        while not sharded_checkpoint.is_sharded_checkpoint(path):  # the very first
+            time.sleep(0.001)
+        time.sleep(pick.uniform(0, 0.05))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        loaded = sharded_checkpoint.load_whole(path)
+        assert (loaded["state_dict"]["w"] == loaded["number"]).all()
+        assert loaded["number"] >= last
+        last = loaded["number"]
+    assert last > 10
