@@ -16,6 +16,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_zero3.boxes import copied
+from lightning_zero3.chunk import Chunk
+from lightning_zero3.comm import Communicator
+from lightning_zero3.engine import Engine
 from lightning_zero3.errors import Zero3Error
 from lightning_zero3.shard import engine_of, load_full_state_dict
 from lightning_zero3.strategy import Zero3StrategyMixin
@@ -38,48 +41,69 @@ def lightnings(module: Any, name: str) -> Any:
     return getattr(module, name, Missing)
 
 
+def _engine(module: nn.Module) -> Engine:
+    engine = engine_of(module)
+    assert engine is not None
+    return engine
+
+
 class _Held(nn.Module):
-    """What this rank holds of a sharded module, as far as averages go: its part of the parameters, and buffers.
+    """What this rank holds of a sharded module, as far as averages go: its part of the parameters, and buffers."""
 
-    Not of frozen parameters, unless asked for: whatever the weights, the average of what never changes is what it is.
-    """
-
-    def __init__(self, module: nn.Module, frozen: bool) -> None:
+    def __init__(self, chunks: list[Chunk], module: nn.Module) -> None:
         super().__init__()
-        engine = engine_of(module)
-        assert engine is not None
-        self.frozen = frozen
-        self.names: list[list[str]] = []
-        for chunk in (c for layer in engine.layers for c in layer.chunks):
-            if chunk.trainable or (frozen and chunk.dtype.is_floating_point):
-                self.register_parameter(str(len(self.names)), nn.Parameter(chunk.data.detach(), requires_grad=False))
-                self.names.append(chunk.names)
+        for i, chunk in enumerate(chunks):
+            self.register_parameter(f"chunk{i}", nn.Parameter(chunk.data.detach(), requires_grad=False))
         for i, buffer in enumerate(module.buffers()):
             self.register_buffer(f"buffer{i}", buffer)
 
 
 class _AverageOfShards(AveragedModel):
-    """`AveragedModel` of a sharded module: 1/N of the module's trainable parameters, and its buffers."""
+    """`AveragedModel` of a sharded module: 1/N of the module's trainable parameters, and its buffers.
+
+    Not of frozen parameters, unless asked for: whatever the weights, the average of what never changes is what it is.
+    """
 
     def __init__(self, module: nn.Module, frozen: bool, **options: Any) -> None:
-        super().__init__(_Held(module, frozen), **options)
+        chunks = _chunks(module, frozen)
+        super().__init__(_Held(chunks, module), **options)
+        self._frozen, self._of = frozen, chunks
 
     def update_parameters(self, model: nn.Module) -> None:
         super().update_parameters(self.same_of(model))
 
     def same_of(self, module: nn.Module) -> _Held:
-        """What the average is of.
-
-        Raises:
-            Zero3Error: it was cut anew since the average began.
-        """
-        held = _Held(module, bool(self.module.frozen))
-        if held.names != self.module.names:
-            raise Zero3Error(
-                "parameters were frozen or unfrozen since the average of the weights began. Do it before the fit, or "
-                "leave the averaging callback out."
-            )
+        """What the average is of, in the same order. Called on every rank."""
+        chunks = _chunks(module, self._frozen)
+        held = _Held(chunks, module)
+        if chunks != self._of:
+            self._follow(chunks, held, _engine(module).comm)
         return held
+
+    @torch.no_grad()
+    def _follow(self, chunks: list[Chunk], held: _Held, comm: Communicator) -> None:
+        """Parameters were unfrozen and lie in new chunks: their averages go with them, or begin with what they are."""
+        had, parts = dict(zip(self._of, self.module.parameters(), strict=True)), {}
+        for chunk, now in zip(chunks, held.parameters(), strict=True):
+            new = torch.empty_like(now, device=self.n_averaged.device).copy_(now)
+            parts[chunk] = had[chunk] if chunk in had else nn.Parameter(new, requires_grad=False)
+        for old in (c for c in self._of if c not in parts):
+            flat = torch.empty(old.total, dtype=old.dtype, device=old.data.device)
+            comm.own(flat).copy_(had[old])
+            comm.wait(comm.gather(f"averages of layer {old.layer!r}", [flat]))
+            full = dict(zip(old.names, old.views(flat), strict=True))
+            for chunk in (c for c in chunks if c not in had):
+                for index, elements, here in chunk.pieces():
+                    if (average := full.get(chunk.names[index])) is not None:
+                        parts[chunk][here] = chunk.layout.spans[index].flatten(average)[elements]
+        self.module._parameters = {f"chunk{i}": part for i, part in enumerate(parts.values())}  # type: ignore[assignment]
+        self._of = chunks
+
+
+def _chunks(module: nn.Module, frozen: bool) -> list[Chunk]:
+    """The chunks to average."""
+    chunks = [chunk for layer in _engine(module).layers for chunk in layer.chunks]
+    return [c for c in chunks if c.trainable or (frozen and c.dtype.is_floating_point)]
 
 
 class ShardedAveragingMixin(_Base):
@@ -119,6 +143,11 @@ class ShardedAveragingMixin(_Base):
             load_full_state_dict(pl_module, current, strict=pl_module.strict_loading)
             self._average_model.load_state_dict(loaded["averaging_state"], strict=False)
 
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
+        if self._on_shards and self._average_model is not None:
+            self._average_model.same_of(pl_module)  # the average of what is unfrozen begins before its first step
+
     def _swap_models(self, pl_module: Any) -> None:
         self._exchange(super()._swap_models, pl_module)
 
@@ -131,8 +160,7 @@ class ShardedAveragingMixin(_Base):
             copy(pl_module)
             return
         copy(self._average_model.same_of(pl_module))
-        engine = engine_of(pl_module)
-        assert engine is not None
+        engine = _engine(pl_module)
         engine.weights_changed(layer for layer in engine.layers if layer.chunks)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -168,7 +196,7 @@ class WeightAveraging(ShardedAveragingMixin, lightnings(callbacks, "WeightAverag
     """Lightning's `WeightAveraging`, also under `Zero3Strategy`: the same arguments, results and checkpoints.
 
     Each rank averages its own part of the trainable parameters, in 1/N of the memory and without communication;
-    parameters that were frozen when the module was sharded take no memory. Buffers are averaged whole on every rank.
+    frozen parameters take none, until they are unfrozen. Buffers are averaged whole on every rank.
     A checkpoint of either callback can be resumed with the other, at any number of ranks.
 
     Args:

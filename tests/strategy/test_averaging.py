@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_avg_fn
 
 import lightning_zero3
-from lightning_zero3 import Zero3Error
 from lightning_zero3.layer import Zero3Layer
 from lightning_zero3.layout import ALIGN
 from tests.harness import assert_same, distributed, run
@@ -168,12 +167,6 @@ def test_memory_is_this_ranks_part_of_what_trains_and_updates_move_nothing(world
     assert not any(isinstance(m, Zero3Layer | Block) for m in average._average_model.modules())
 
 
-def fit_alone(name, world_of_data, home=None, **options):
-    """On the same batches at every world, so that runs at different worlds can be compared."""
-    result, _, t = fit(name, "every step", use_distributed_sampler=False, home=home and HOMES[home], **options)
-    return [*result, t.global_step]
-
-
 def common():
     return torch.utils.data.DataLoader(Pairs(24, WIDTHS[0]), batch_size=8)
 
@@ -211,7 +204,7 @@ def test_training_and_averaging_go_on_as_if_never_interrupted(tmp_path, first, t
 
 def test_what_is_frozen_only_since_the_checkpoint_keeps_its_average(tmp_path):
     run(train_common, 2, "zero3", 2, tmp_path)
-    results = [run(thaw, 2, name, tmp_path / "half.ckpt")[0] for name in ("zero3", "ddp")]
+    results = [run(go_on, 2, name, tmp_path / "half.ckpt")[0] for name in ("zero3", "ddp")]
     assert_same(results[0], results[1], rtol=1e-4, atol=1e-5)
 
 
@@ -222,12 +215,58 @@ class NewOptimizer(Task):
         checkpoint["optimizer_states"] = [self.make_optimizer(Net((0, 1))).state_dict()]
 
 
-def thaw(name, path):
+class Thawing(NewOptimizer):
+    def on_train_epoch_start(self):
+        if self.current_epoch == 3:
+            self.net.mlp.blocks[0].linear.weight.requires_grad_(True)  # the layer's bias stays where it is
+
+
+def plain_sgd(net):
+    return torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+def go_on(name, path, make_task=NewOptimizer, make_optimizer=sgd):
+    """Three epochs more, of a net of which two blocks are frozen now."""
     seen, average = Validation(), ema(HOMES[name])
-    t = trainer(zero3(Block) if name == "zero3" else name, max_epochs=3, callbacks=[average, seen])
-    module = NewOptimizer(Net((0, 1)), sgd)
+    options = {"callbacks": [average, seen], "use_distributed_sampler": False}
+    t = trainer(zero3(Block) if name == "zero3" else name, max_epochs=5, **options)
+    module = make_task(Net((0, 1)), make_optimizer)
     t.fit(module, common(), common(), ckpt_path=path)
     return seen.losses, weights_of(module)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_averages_of_what_is_unfrozen_again_move_with_it(tmp_path, world):
+    run(train_common, 2, "zero3", 2, tmp_path)
+    results = [run(go_on, world, name, tmp_path / "half.ckpt", Thawing, plain_sgd)[0] for name in ("zero3", "ddp")]
+    assert_same(results[0], results[1], rtol=1e-4, atol=1e-5)
+
+
+class Backbone(Task):
+    @property
+    def backbone(self):
+        return self.net.mlp.blocks
+
+
+@pytest.mark.parametrize("kind", ["every step", "mean of epochs", "never"])
+@distributed(world=[1, 2, 3])
+def test_backbones_are_averaged_from_their_unfreezing_on(tmp_path, kind):
+    """DDP does not reduce what is unfrozen in mid-training, so all ranks have the same batches."""
+    results = []
+    for name in ("zero3", "ddp"):
+        seen, average = Validation(), KINDS[kind](HOMES[name])
+        unfreeze = callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_ratio_lr=0.5)
+        every = ModelCheckpoint(tmp_path / f"{name}-{dist.get_world_size()}", "{step}", every_n_train_steps=7)
+        options = {"callbacks": [unfreeze, average, seen, every], "use_distributed_sampler": False}
+        t = trainer(zero3(Block) if name == "zero3" else name, max_epochs=4, **options)
+        module = Backbone(Net(), plain_sgd_of_what_trains)
+        t.fit(module, common(), common())
+        results.append([seen.losses, seen.training, weights_of(module), content(every.best_model_path)])
+    assert_same(results[0], results[1], rtol=1e-4, atol=1e-5)
+
+
+def plain_sgd_of_what_trains(net):
+    return torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
 
 
 @distributed(world=2)
@@ -279,17 +318,6 @@ def test_under_other_strategies_they_are_lightnings():
     (ours, average, _), (theirs, _, _) = (fit("ddp", "every step", home=home) for home in (lightning_zero3, callbacks))
     assert_same(ours, theirs, rtol=0, atol=0)
     assert any(isinstance(m, Block) for m in average._average_model.modules())
-
-
-@distributed(world=2)
-def test_parameters_unfrozen_in_between_are_noticed():
-    class Unfreezing(Callback):
-        def on_train_epoch_start(self, trainer, module):
-            if trainer.current_epoch == 1:
-                module.net.mlp.blocks[0].requires_grad_(True)
-
-    with pytest.raises(Zero3Error, match="frozen or unfrozen since the average of the weights began. Do it before"):
-        fit("zero3", "every step", frozen=(0,), callbacks=[Unfreezing()])
 
 
 @distributed(world=2)
