@@ -18,7 +18,7 @@ from tests.harness import assert_same, distributed, run
 from tests.harness.models import Block, Pairs, Task, adamw, loader
 from tests.strategy.runs import WIDTHS, make_mlp, trainer, weights_of, zero3
 
-HOMES = {"zero3": lightning_zero3, "ddp": callbacks}
+HOMES = {"zero3": lightning_zero3, "sharded": lightning_zero3, "ddp": callbacks}
 
 
 def ema(home, **options):
@@ -174,7 +174,8 @@ def common():
 def train_common(name, epochs, save=None, ckpt_path=None, frozen=()):
     seen, average = Validation(), ema(HOMES[name])
     options = {"callbacks": [average, seen], "use_distributed_sampler": False}
-    t = trainer(zero3(Block) if name == "zero3" else name, max_epochs=epochs, **options)
+    strategies = {"zero3": zero3(Block), "sharded": zero3(Block, state_dict_type="sharded")}
+    t = trainer(strategies.get(name, name), max_epochs=epochs, **options)
     module = Task(Net(frozen), sgd)
     every = ModelCheckpoint(save, "half", every_n_train_steps=6) if save else None
     t.callbacks += [every] if every else []
@@ -190,20 +191,25 @@ def train_common(name, epochs, save=None, ckpt_path=None, frozen=()):
         ("zero3", "zero3", (1, 2)),
         ("ddp", "zero3", (2, 3)),
         ("zero3", "ddp", (3, 2)),
+        ("sharded", "sharded", (2, 3)),
+        ("sharded", "ddp", (3, 2)),
+        ("ddp", "sharded", (1, 2)),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else value,
 )
 def test_training_and_averaging_go_on_as_if_never_interrupted(tmp_path, first, then, worlds):
     whole = run(train_common, worlds[1], then, 4)[0]
     half = run(train_common, worlds[0], first, 2, tmp_path)[0]
+    assert (tmp_path / "half.ckpt").is_dir() == (first == "sharded")
     rest = run(train_common, worlds[1], then, 4, None, tmp_path / "half.ckpt")[0]
     assert_same(half[0] + rest[0], whole[0], rtol=1e-4, what="validation losses")
     assert_same(half[1] + rest[1], whole[1], rtol=1e-4, what="losses")
     assert_same(rest[2], whole[2], rtol=1e-4, atol=1e-5, what="weights")
 
 
-def test_what_is_frozen_only_since_the_checkpoint_keeps_its_average(tmp_path):
-    run(train_common, 2, "zero3", 2, tmp_path)
+@pytest.mark.parametrize("saved", ["zero3", "sharded"])
+def test_what_is_frozen_only_since_the_checkpoint_keeps_its_average(tmp_path, saved):
+    run(train_common, 2, saved, 2, tmp_path)
     results = [run(go_on, 2, name, tmp_path / "half.ckpt")[0] for name in ("zero3", "ddp")]
     assert_same(results[0], results[1], rtol=1e-4, atol=1e-5)
 
