@@ -1,4 +1,4 @@
-"""Callbacks for any LightningModule, and those that cannot work on shards."""
+"""Callbacks for any LightningModule, and callbacks and loggers that cannot work on shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_zero3.errors import Zero3Error
 
-__all__ = ["GradientNorms", "MemoryReport", "refuse_callbacks"]
+__all__ = ["GradientNorms", "MemoryReport", "refuse_callbacks", "refuse_loggers"]
 
 _REFUSED = {
     "ModelPruning": "it rewrites parameters, of which each rank has only a part",
@@ -42,6 +42,20 @@ def refuse_callbacks(callbacks: Iterable[Any]) -> None:
                     f"callback {type(callback).__name__} does not work with Zero3Strategy: {_REFUSED[base.__name__]}. "
                     f"{_INSTEAD.get(base.__name__, 'Leave it out.')}"
                 )
+
+
+def refuse_loggers(loggers: Iterable[Any]) -> None:
+    """Raise for a logger that would run the model on the first rank alone.
+
+    Raises:
+        Zero3Error: with the reason.
+    """
+    for logger in loggers:
+        if getattr(logger, "_log_graph", False):
+            raise Zero3Error(
+                f"{type(logger).__name__}(log_graph=True) runs the model on the first rank alone, which has a part of "
+                "it only. Leave log_graph out, or log the graph before the fit."
+            )
 
 
 class MemoryReport(Callback):

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_zero3 import durable, sharded_checkpoint
 from lightning_zero3.background import BackgroundWriter
 from lightning_zero3.boxes import FlatRange
-from lightning_zero3.callbacks import refuse_callbacks
+from lightning_zero3.callbacks import refuse_callbacks, refuse_loggers
 from lightning_zero3.checkpointing import (
     ActivationCheckpointingPolicy,
     check_checkpointing,
@@ -270,6 +270,8 @@ class Zero3StrategyMixin(_Base):
 
     def setup(self, trainer: Any) -> None:
         refuse_callbacks(trainer.callbacks)
+        if self.world_size > 1:
+            refuse_loggers(trainer.loggers)
         self.accelerator.setup(trainer)
         module = self.lightning_module
         if engine_of(module) is None:

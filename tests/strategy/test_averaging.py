@@ -2,6 +2,7 @@
 
 import functools
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_avg_fn
 
 import lightning_zero3
+from lightning_zero3 import Zero3Error
+from lightning_zero3.averaging import lightnings
 from lightning_zero3.layer import Zero3Layer
 from lightning_zero3.layout import ALIGN
 from tests.harness import assert_same, distributed, run
@@ -324,6 +327,12 @@ def test_under_other_strategies_they_are_lightnings():
     (ours, average, _), (theirs, _, _) = (fit("ddp", "every step", home=home) for home in (lightning_zero3, callbacks))
     assert_same(ours, theirs, rtol=0, atol=0)
     assert any(isinstance(m, Block) for m in average._average_model.modules())
+
+
+def test_older_versions_of_lightning_do_without_them():
+    before = SimpleNamespace(Callback=Callback)
+    with pytest.raises(Zero3Error, match="EMAWeightAveraging needs Lightning 2.6 or later"):
+        lightnings(before, "EMAWeightAveraging")(decay=0.9)
 
 
 @distributed(world=2)
