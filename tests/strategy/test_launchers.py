@@ -132,10 +132,14 @@ def test_when_one_rank_fails_all_end_and_its_error_is_seen(tmp_path, rank, callb
     assert not list(tmp_path.glob("*.ckpt"))
 
 
+def test_pytorch_lightning_is_not_imported_for_those_who_do_not_use_it():
+    code = "import sys, lightning_zero3; sys.exit('pytorch_lightning' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=100).returncode == 0
+
+
 @distributed(world=2)
 def test_pytorch_lightning_has_the_strategy_too():
-    """L19: its classes and registry are others than those of `lightning.pytorch`. It is not imported unless it is used."""
-    assert "pytorch_lightning" not in sys.modules
+    """L19: its classes and registry are others than those of `lightning.pytorch`."""
     import pytorch_lightning as pl
     from pytorch_lightning.strategies import StrategyRegistry
 
