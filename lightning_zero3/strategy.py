@@ -273,6 +273,7 @@ class Zero3StrategyMixin(_Base):
         if self.world_size > 1:
             refuse_loggers(trainer.loggers)
         self.accelerator.setup(trainer)
+        trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm
         module = self.lightning_module
         if engine_of(module) is None:
             if self._layer_sync:
@@ -480,6 +481,17 @@ class Zero3StrategyMixin(_Base):
             self._sharded_optimizers.load_state_dict(optimizer, state)
 
     # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _note_sigterm(self, signum: int, _: Any) -> None:
+        """In place of Lightning's handler, which broadcasts from inside of whatever this rank was doing.
+
+        Ranks are signalled at different places, and perhaps twice: they would wait for each other for ever. The
+        training loop looks at the flag, on all ranks together, at every batch.
+        """
+        connector = self.lightning_module.trainer._signal_connector
+        if not connector.received_sigterm and self.launcher is not None:
+            self.launcher.kill(signum)
+        connector.received_sigterm = True
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True

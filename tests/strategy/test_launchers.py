@@ -1,8 +1,11 @@
 """Real processes, started every way Lightning has: scripts, torchrun, spawn, notebooks, LightningCLI; L14, L18, L19."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 
@@ -130,6 +133,54 @@ def test_when_one_rank_fails_all_end_and_its_error_is_seen(tmp_path, rank, callb
     assert done.returncode != 0
     assert "ValueError: no such luck on this rank" in done.stderr
     assert not list(tmp_path.glob("*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "whom", "signum"),
+    [
+        ("zero3", "all", signal.SIGTERM),
+        ("zero3", "all", signal.SIGINT),
+        ("zero3", "first", signal.SIGTERM),
+        ("zero3_spawn", "all", signal.SIGTERM),
+    ],
+    ids=str,
+)
+def test_a_signal_ends_all_processes(tmp_path, strategy, whom, signum):
+    """What `timeout`, a scheduler or Ctrl-C sends, to the whole group of processes or to the one that was started."""
+    mark = tmp_path / "mark"
+    command = [sys.executable, str(SCRIPTS / "goes_on.py"), strategy, str(mark)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with open(tmp_path / "output", "w") as output:
+        started = subprocess.Popen(
+            command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        files = [tmp_path / f"mark.{rank}" for rank in range(2)]
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files), 100)
+        ranks = [int(file.read_text()) for file in files]
+        os.killpg(started.pid, signum) if whom == "all" else os.kill(started.pid, signum)
+        wait_until(lambda: started.poll() is not None and not any(map(alive, ranks)), 60)
+    except TimeoutError:
+        pytest.fail((tmp_path / "output").read_text()[-3000:])
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+        started.wait()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(done, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.1)
 
 
 def test_pytorch_lightning_is_not_imported_for_those_who_do_not_use_it():
