@@ -105,6 +105,8 @@ def every_stage(strategy, make_module, make_data) -> list:
     if isinstance(module, boring.BoringModel):
         results += [t.validate(module, data, verbose=False), t.test(module, data, verbose=False)]
         results += [t.predict(module, data)]
+    elif isinstance(module, Text):
+        results.append(t.predict(module, module.train_dataloader()))
     return results
 
 
@@ -132,6 +134,9 @@ class Text(LightningTransformer):
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.data, batch_size=3)
+
+    def predict_step(self, batch, batch_idx):
+        return self(*batch)  # through torch's fused layers, which it has for evaluation only
 
 
 class Recurrent(LightningLSTM):

@@ -42,6 +42,7 @@ KINDS = {
     "whole head": lambda: lora(modules_to_save=["lm_head"]),
     "embedding": lambda: lora(target_modules=[*MATRICES, "embed_in"]),
     "dora": lambda: lora(use_dora=True),
+    "parameters": lambda: lora(target_modules=[], target_parameters=["attention.dense.weight"]),
     "checkpointed": lambda: checkpointed(False),
     "checkpointed, reentrant": lambda: checkpointed(True),
     "ia3": lambda: adapted(peft.IA3Config(target_modules=MATRICES, feedforward_modules=["dense_h_to_4h"])),
