@@ -40,3 +40,15 @@ class WatchedParameters(dict):
         if layer is not None and layer.depth == 0:
             layer.engine.read(layer)
         return super().__getitem__(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Put a parameter in, or back: torch's parametrizations take it out for a while and set it to itself.
+
+        That counts as a write without being one. `peft` does so in the forward of adapters of bare parameters.
+        """
+        super().__setitem__(name, value)
+        layer = self.layers.get(name)
+        for chunk in layer.chunks if layer is not None and layer.depth else ():
+            chunk._versions = [
+                p._version if p is value else v for p, v in zip(chunk.params, chunk._versions, strict=True)
+            ]

@@ -335,7 +335,8 @@ def _diverged(steps: dict[int, str]) -> str:
     told = "; ".join(f"rank {rank}: {what}" for rank, what in sorted(steps.items()))
     return (
         f"the ranks went different ways ({told}). Every rank must call the same layers in the same order; where "
-        "the data decide, let all ranks take both branches (multiply the unwanted one by zero)."
+        "the data decide, let all ranks take both branches (multiply the unwanted one by zero); Hugging Face's "
+        "generate() writes as long on every rank with synced_gpus=True."
     )
 
 

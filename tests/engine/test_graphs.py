@@ -498,19 +498,23 @@ def test_only_what_trains_is_reduced_and_frozen_weights_do_not_change():
     assert engine.pool.nbytes < sum(layer.slot_nbytes for layer in engine.layers)  # none for frozen gradients
 
 
+BEFORE = {"blocks.0": "first", "blocks.1": "blocks.0.up", "blocks.2": "blocks.1.up"}
+
+
+@pytest.mark.parametrize("frozen", BEFORE)
 @distributed(world=2)
-def test_frozen_layers_are_released_during_backward():
+def test_frozen_layers_are_released_during_backward(frozen):
     """E5: in the middle of backward, when its input's gradient is done, not at its end."""
-    model = make("Net", freeze="blocks.1")
+    model = make("Net", freeze=frozen)
     engine = shard_module(model, policy)
+    layer = next(layer for layer in engine.layers if layer.name == frozen)
     states = []
-    frozen = next(layer for layer in engine.layers if layer.name == "blocks.1")
-    for _ in range(2):
-        out = model(batch(dist.get_rank(), 0)[0])
-        model.blocks[0].up.weight.register_post_accumulate_grad_hook(lambda _: states.append(frozen.state))
-        out.sum().backward()
-    assert LayerState.FETCHED not in states
-    assert states
+    earlier = model.get_submodule(BEFORE[frozen]).weight
+    earlier.register_post_accumulate_grad_hook(lambda _: states.append(layer.state))
+    for step in range(3):
+        model(batch(dist.get_rank(), step)[0]).sum().backward()
+        assert all(layer.state in (LayerState.SHARDED, LayerState.RESIDENT) for layer in engine.layers)
+    assert states == [LayerState.SHARDED] * 3
 
 
 @distributed(world=2)

@@ -69,6 +69,7 @@ class Gan(LightningModule):
 @pytest.mark.parametrize("turn", ["toggle_optimizer", "toggle_model", "neither"])
 @distributed(world=2)
 def test_two_optimizers_take_turns_like_ddp(turn, zero_first):
+    """L4, L5: two `manual_backward` in a step, each with an optimizer and a schedule of its own."""
     data = loader(Pairs(64, 7))
     ours, ddp = (fit(s, lambda: Gan(turn, zero_first), data, steps=12) for s in (zero3(), DDP))
     assert len(ours.losses) == 6

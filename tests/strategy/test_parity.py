@@ -39,6 +39,7 @@ def scheduled(task, **options):
 
 @distributed(world=WORLDS)
 def test_awkward_shapes_train_like_ddp():
+    """E14: at world 3 the shapes are (7, 15), (16, 17), scalars, and a parameter smaller than the world."""
     ours, ddp = (fit(s, scheduled(mlp_task), pairs()) for s in (zero3(), "ddp"))
     assert len(ours.losses) == 10
     same_run(ours, ddp)
@@ -59,6 +60,7 @@ def test_hugging_face_gpt_neox_trains_like_ddp():
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_algorithm": "value"}], ids=["norm", "value"])
 @distributed(world=[2, 3])
 def test_gradients_are_clipped_like_ddp(options):
+    """L3."""
     clip = {"gradient_clip_val": 0.02, **options}
     ours, ddp = (fit(s, mlp_task, pairs(), **clip) for s in (zero3(), "ddp"))
     same_run(ours, ddp)

@@ -90,6 +90,30 @@ def test_training_goes_on_after_uneven_validation():
     assert_same(results[0], results[1], rtol=1e-4)
 
 
+LIMITS = [
+    {"limit_train_batches": 2, "limit_val_batches": 1},
+    {"limit_val_batches": 0, "limit_test_batches": 1},
+    {"limit_val_batches": 0.5, "limit_test_batches": 3, "limit_predict_batches": 2},
+    {"num_sanity_val_steps": -1, "val_check_interval": 3, "check_val_every_n_epoch": None},
+    {"num_sanity_val_steps": 0, "check_val_every_n_epoch": 2},
+]
+
+
+@pytest.mark.parametrize("options", LIMITS, ids=" ".join)
+@distributed(world=3, timeout=20)
+def test_limits_are_ddps(options):
+    """L21: an IterableDataset to train on, several loaders to validate on, with last batches that differ in size."""
+    results = []
+    for strategy in STRATEGIES:
+        module = Counting()
+        t = trainer(strategy(), max_epochs=2, use_distributed_sampler=False, **options)
+        uneven = DataLoader(Pairs(9 * (1 + dist.get_rank()), 7), batch_size=4)
+        t.fit(module, stream(14, 15, 16), [uneven, loader(Pairs(31, 7))])
+        results.append([t.global_step, module.seen, t.callback_metrics, weights_of(module)])
+        results[-1] += [t.test(module, stream(12, 20, 16), verbose=False), t.predict(module, uneven)]
+    assert_same(results[0], results[1], rtol=1e-4)
+
+
 @distributed(world=3, timeout=20)
 def test_predictions_of_uneven_last_batches_are_all_there():
     """Lightning's sampler for prediction repeats no sample, so that some ranks have a batch less."""
