@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -22,8 +22,8 @@ class PrecisionPolicy:
     """Which dtypes trainable parameters take on their way.
 
     Attributes:
-        param_dtype: of gathered floating-point parameters that train; default as stored. With a smaller dtype the chunk
-            is the master copy: it is cast once per fetch, before it travels.
+        param_dtype: of gathered floating-point parameters that train; default as stored, as frozen ones always travel.
+            With a smaller dtype the chunk is the master copy: it is cast once per fetch, before it travels.
         reduce_dtype: of gradients while they are reduced; default as the chunk is stored. They land in the chunk's.
     """
 
@@ -83,7 +83,8 @@ class Chunk:
         self.params = [dict(named)[name] for name in self.names]
         self.trainable = trainable
         self.dtype = self.params[0].dtype
-        self.compute_dtype = policy.param_dtype if policy.param_dtype and trainable else self.dtype
+        casts = policy.param_dtype is not None and trainable and self.dtype.is_floating_point
+        self.compute_dtype = policy.param_dtype if casts and policy.param_dtype else self.dtype
         self.reduce_dtype = policy.reduce_dtype or self.dtype
         # The mean is the sum times 1/N: on this rank's part afterwards, 1/N of the work, unless a sum could overflow.
         self.scales_early = self.reduce_dtype is torch.float16
@@ -186,10 +187,6 @@ class Chunk:
                 segments.append(segment)
         self.segments = segments
 
-    def wanted(self, segment: Segment) -> bool:
-        """Whether a segment gets gradients."""
-        return segment.param.requires_grad and all(self.params[index].requires_grad for index in segment.indices)
-
     def pieces(self, segment: Segment | None = None) -> Iterator[tuple[int, slice, slice]]:
         """Which elements of which parameters a segment (default the whole chunk) holds.
 
@@ -213,16 +210,21 @@ class Chunk:
         return self.size * self.dtype.itemsize if self.trainable else 0
 
     @torch.no_grad()
-    def add_grad(self, part: Tensor, scale: float, keep: bool) -> None:
+    def add_grad(self, part: Tensor, scale: float, keep: bool, arrived: Collection[int] = ()) -> None:
         """Add this rank's part of a reduced gradient, `[size]`, times `scale`, to the segments' gradients.
 
         `keep`: they may keep `part` itself. Otherwise its memory serves others; segments without a gradient get copies,
-        so that `zero_grad(set_to_none=True)` frees what it seems to free.
+        so that `zero_grad(set_to_none=True)` frees what it seems to free. `arrived`: the parameters that there was a
+        gradient of; what got none because it is frozen, or toggled off, stays without.
         """
-        if self.followed:  # what was frozen since, or switched off by `toggle_optimizer`, gets no gradient
-            self.split(lambda index: self.params[index].requires_grad)
+
+        def wanted(index: int) -> bool:
+            return self.params[index].requires_grad or index in arrived
+
+        if self.followed:
+            self.split(wanted)
         for segment in self.segments:
-            if self.followed and not self.wanted(segment):
+            if self.followed and not (segment.param.requires_grad and all(map(wanted, segment.indices))):
                 continue
             piece = part[segment.lo : segment.hi]
             if segment.param.grad is not None:

@@ -28,7 +28,7 @@ class GradientCollector:
         self._views = SlotViews([(c, c.reduce_dtype) for c in layer.trainable])
         self._gaps = [list(c.layout.gaps(c.total)) for c in layer.trainable]
         self._world_size = layer.engine.comm.world_size
-        self._held: tuple[Slot | None, Views] | None = None
+        self._held: tuple[Slot | None, set[tuple[int, int]], Views] | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -91,28 +91,29 @@ class GradientCollector:
             and grad.stride() == chunk.layout.spans[0].stride
         )
 
-    def hand_over(self) -> tuple[Slot | None, list[Tensor]]:
-        """The flat gradients, one `[total]` per trainable chunk, complete: what is missing and all padding are zero.
+    def hand_over(self) -> tuple[Slot | None, set[tuple[int, int]], list[Tensor]]:
+        """The flat gradients, one `[total]` per trainable chunk, with what was held back.
 
-        With what was held back.
+        What no gradient arrived for is zero, and so is all padding. Also says which arrived.
         """
         held, self._held = self._held, None
         if self._into is None:
             assert held is not None
-            return held[0], held[1].flats
+            return held[0], held[1], held[2].flats
         flats, views = self._into
-        for place, index in self._all - self._arrived:
+        slot, arrived = self._slot, self._arrived
+        for place, index in self._all - arrived:
             views[place][index].zero_()
         for flat, gaps in zip(flats, self._gaps, strict=True):
             for lo, hi in gaps:
                 flat[lo:hi].zero_()
         if held is not None:
-            torch._foreach_add_(flats, held[1].flats)
+            arrived = arrived | held[1]
+            torch._foreach_add_(flats, held[2].flats)
             if held[0] is not None:
                 self._layer.engine.pool.give(held[0])
-        slot = self._slot
         self._reset()
-        return slot, flats
+        return slot, arrived, flats
 
     @property
     def held(self) -> bool:
@@ -122,14 +123,15 @@ class GradientCollector:
     def hold_back(self) -> None:
         """Keep the flat gradients, to be added to those of the next pass."""
         into = self._into
-        slot, flats = self.hand_over()
+        slot, arrived, flats = self.hand_over()
         assert into is not None
-        self._held = slot, Views(flats, into.params)
+        self._held = slot, arrived, Views(flats, into.params)
 
     def forget(self, place: int, index: int) -> None:
         """Let what is held back of one parameter's gradient be zero."""
         if self._held is not None:
-            self._held[1].params[place][index].zero_()
+            self._held[2].params[place][index].zero_()
+            self._held[1].discard((place, index))
 
     def drop(self) -> None:
         """Forget what has arrived."""

@@ -41,6 +41,7 @@ class Reduction(NamedTuple):
     pending: Pending
     layer: Zero3Layer
     slot: Slot | None
+    arrived: set[tuple[int, int]]  # (trainable chunk, parameter) of gradients that there were on this rank
     flats: list[Tensor]  # per trainable chunk [total]: this rank's gradient; then, in its own part, the sum over ranks
 
 
@@ -138,7 +139,7 @@ class Engine:
             self.before_backward_use(layer)
         else:
             self._borrowed.add(layer)
-            self._fetch(layer, self._path)
+            self._fetch(layer, self._path, "read")
 
     def keep_until_pass_ends(self, layer: Zero3Layer) -> None:
         """Do not release a layer after its use: something outside looks into its slot."""
@@ -151,7 +152,9 @@ class Engine:
         self.root.enter()
         for event in self._forward[False].latest():
             layer = self.layers[event.layer]
-            if layer is not self.root:
+            if event.what == "read":
+                self.read(layer)
+            elif layer is not self.root:
                 layer.enter()
                 layer.leave()
         self.root.leave()
@@ -191,8 +194,8 @@ class Engine:
             for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
                 buffer.copy_(part.view_as(buffer))
 
-    def _fetch(self, layer: Zero3Layer, path: Path) -> None:
-        expected = path.advance(Event("fetch", layer.index))
+    def _fetch(self, layer: Zero3Layer, path: Path, what: str = "fetch") -> None:
+        expected = path.advance(Event(what, layer.index))
         if layer.sharded:
             if not expected:
                 self.comm.agree(f"fetch of layer {layer.name!r}")
@@ -260,15 +263,23 @@ class Engine:
         if not self._backward.advance(Event("reduce", layer.index)):
             self.comm.agree(f"reduction of layer {layer.name!r}")
         self._land_all_but(_REDUCTIONS)
-        slot, flats = layer.grads.hand_over()
+        slot, arrived, flats = layer.grads.hand_over()
         self.comm.order_after("reduce")
         with self.comm.on_stream("reduce"):
             pending = self.comm.reduce(f"layer {layer.name!r}", flats)
-            reduction = Reduction(pending, layer, slot, flats)
+            reduction = Reduction(pending, layer, slot, arrived, flats)
             if pending.ready is not None or not pending.works:
                 self._land(reduction)
             else:
                 self._reductions.append(reduction)
+
+    def reduce_held(self, layer: Zero3Layer) -> None:
+        """Reduce now what is held back of a layer's gradients: it is about to be cut anew."""
+        if layer.grads.held:
+            before, self._holding = self._holding, False
+            self.reduce(layer)
+            self._land_all_but(0)
+            self._holding = before
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -291,9 +302,10 @@ class Engine:
         """Add a reduced gradient to the chunks' gradients and give the slot back."""
         self.comm.wait(reduction.pending)
         alone = self.comm.world_size == 1
-        for chunk, flat in zip(reduction.layer.trainable, reduction.flats, strict=True):
+        for place, (chunk, flat) in enumerate(zip(reduction.layer.trainable, reduction.flats, strict=True)):
             scale = 1.0 if chunk.scales_early else 1.0 / self.comm.world_size
-            chunk.add_grad(self.comm.own(flat), scale, keep=alone)
+            arrived = {index for at, index in reduction.arrived if at == place}
+            chunk.add_grad(self.comm.own(flat), scale, keep=alone, arrived=arrived)
         if reduction.slot is not None:
             self.pool.give(reduction.slot)
 

@@ -107,7 +107,7 @@ class Zero3Layer(nn.Module):
                     param.data = param.data.to(dtype)
         self.join(engine)
         self.state = LayerState.SHARDED
-        self.updates = 0  # of the weights, by optimizers
+        self.updates = 0  # of the weights, or of where they lie
         self.depth = 0  # calls in progress
         self._slot: Slot | None = None
         self._fetch: Pending | None = None
@@ -155,11 +155,15 @@ class Zero3Layer(nn.Module):
         self.grads = GradientCollector(self)
         for hook in self._grad_hooks:
             hook.remove()
-        self._grad_hooks = [
-            param.register_post_accumulate_grad_hook(partial(self._on_grad, place, index))
-            for place, chunk in enumerate(self.trainable)
-            for index, param in enumerate(chunk.params)
-        ]
+        self._grad_hooks = []
+        for place, chunk in enumerate(self.trainable):
+            for index, param in enumerate(chunk.params):
+                trains = param.requires_grad  # not if it was frozen again; torch hooks only what does
+                hook = param.requires_grad_(True).register_post_accumulate_grad_hook(
+                    partial(self._on_grad, place, index)
+                )
+                self._grad_hooks.append(hook)
+                param.requires_grad_(trains)
         alone = self.engine.comm.world_size == 1 and all(c.compute_dtype == c.dtype for c in self.chunks)
         self.state = LayerState.RESIDENT if alone or not self.chunks else LayerState.SHARDED
         for chunk in self.chunks:
@@ -181,8 +185,7 @@ class Zero3Layer(nn.Module):
             if chunk.trainable or not wanting:
                 chunks.append(chunk)
                 continue
-            if self.grads.held:
-                self.engine.reduce(self)
+            self.engine.reduce_held(self)
             self.engine.comm.agree(f"unfreezing of {len(wanting)} parameters from {wanting[0]!r} on")
             chunk.point_to(chunk.views(self.gather([chunk])[0]))
             chunks += self._chunks_of(list(zip(chunk.names, chunk.params, strict=True)), chunk.data.device)
@@ -225,7 +228,7 @@ class Zero3Layer(nn.Module):
 
     @property
     def chunk(self) -> list[Tensor]:
-        """This rank's chunks: the trainable one (empty if nothing trains), then the fixed ones."""
+        """This rank's chunks as tensors: the trainable ones (an empty one if nothing trains), then the fixed ones."""
         trainable = [c.data for c in self.chunks if c.trainable]
         return (trainable or [torch.empty(0)]) + [c.data for c in self.chunks if not c.trainable]
 
@@ -446,7 +449,7 @@ class Zero3Layer(nn.Module):
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def _on_output_grad(self, _: Tensor) -> None:
-        """The first gradient has reached an output of a use: its backward begins."""
+        """The gradient of an output of a use is there: backward of the use begins."""
         self.engine.before_backward_use(self)
 
     def _on_input_grad(self, _: Tensor) -> None:
@@ -459,7 +462,11 @@ class Zero3Layer(nn.Module):
     def needed_in_backward(self) -> Slot:
         """Fetch for backward. Returns where the weights are."""
         self.engine.before_backward_use(self)
-        assert self._slot is not None
+        if self._slot is None:
+            raise Zero3Error(
+                f"backward through layer {self.name!r} inside gather_parameters(): its forward was outside. Leave the "
+                "context first, or compute the forward inside as well."
+            )
         return self._slot
 
     @torch.no_grad()

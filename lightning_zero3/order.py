@@ -20,7 +20,7 @@ _REMEMBERED = 8  # passes; alternating steps (a GAN's two, accumulation's first 
 class Event(NamedTuple):
     """One thing that happens to a layer in a pass."""
 
-    what: str  # "fetch" or "reduce"
+    what: str  # "fetch" for a use, "read" of a parameter outside of its layer's use, or "reduce"
     layer: int
 
 
@@ -52,7 +52,7 @@ class Path:
         for event in self._rest():
             if len(layers) == count:
                 break
-            if event.what == "fetch" and event.layer not in layers:
+            if event.what != "reduce" and event.layer not in layers:
                 layers.append(event.layer)
         return layers
 
@@ -71,7 +71,7 @@ class Path:
 
     def last_fetch(self) -> bool:
         """Whether the guess ends here: no further fetch follows."""
-        return bool(self._guess) and not any(e.what == "fetch" for e in self._rest())
+        return bool(self._guess) and not any(e.what != "reduce" for e in self._rest())
 
     def end(self) -> bool:
         """End the pass and remember it; whether it ended where the guess did."""

@@ -108,8 +108,8 @@ def _unpack(saved: SavedWeight | _Kept | _Passed) -> Tensor:
     layer = saved.layer
     if layer.version != saved.version:
         raise Zero3Error(
-            f"layer {layer.name!r} was updated by an optimizer between a forward and its backward. Compute the forward "
-            "again after optimizer.step(), or step after all backward passes that need the old weights."
+            f"layer {layer.name!r} was updated, or unfrozen, between a forward and its backward. Compute the forward "
+            "again after that, or step after all backward passes that need the old weights."
         )
     slot = layer.needed_in_backward()
     with torch.no_grad():

@@ -100,7 +100,10 @@ class SlotPool:
 
     def of_tensor(self, tensor: Tensor) -> Slot | None:
         """The slot that `tensor` is a view of, if any."""
-        return self._by_storage.get(tensor.untyped_storage().data_ptr())
+        try:
+            return self._by_storage.get(tensor.untyped_storage().data_ptr())
+        except (NotImplementedError, RuntimeError):  # sparse tensors and other kinds that have no storage
+            return None
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,8 @@ __all__ = ["LayerState"]
 class LayerState(Enum):
     """Where a layer's full parameters are.
 
-    In training a layer goes SHARDED -> FETCHING -> FETCHED -> SHARDED, once in forward and once in backward.
+    In training a layer goes SHARDED -> FETCHING -> FETCHED -> SHARDED, once in forward and once in backward. The root
+    layer, and the last one before the loss, stay FETCHED from the one to the other.
     """
 
     SHARDED = auto()  # only this rank's chunks exist

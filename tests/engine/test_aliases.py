@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_zero3 import Zero3Error, shard_module, trainable_chunks
+from lightning_zero3 import PrecisionPolicy, Zero3Error, gather_parameters, shard_module, trainable_chunks
 from tests.harness import assert_same, distributed
 from tests.strategy.runs import weights_of
 
@@ -132,3 +132,66 @@ def test_views_of_one_storage_that_do_not_overlap_are_no_sharing():
     model.weight.data, model.bias.data = whole[:16].view(4, 4), whole[16:]
     shard_module(model, None)
     assert_same(F.linear(torch.eye(4), model.weight, model.bias), whole[:16].view(4, 4).t() + whole[16:])
+
+
+class Sparse(nn.Module):
+    """Saves and returns what has no storage: a graph's adjacency."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        adjacency = torch.eye(len(x)).to_sparse()
+        for block in self.blocks:
+            x = torch.sparse.mm(adjacency, torch.tanh(block(x)))
+        return x.square().mean()
+
+
+class ReturnsSparse(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), torch.eye(len(x)).to_sparse()
+
+
+@distributed(world=2)
+def test_sparse_tensors_pass_through():
+    model, plain = Sparse(), Sparse()
+    shard_module(model, lambda module: isinstance(module, (nn.Linear, Sparse)))
+    train(model, trainable_chunks(model))
+    train(plain, list(plain.parameters()))
+    assert_same(weights_of(model), dict(plain.state_dict()), rtol=1e-5, atol=1e-6)
+    pair = nn.Sequential(ReturnsSparse(8, 8))
+    shard_module(pair, {ReturnsSparse})
+    assert pair(torch.ones(2, 8))[1].is_sparse
+
+
+@distributed(world=2)
+def test_complex_weights_are_not_cast_by_mixed_precision():
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.turn = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+            self.out = nn.Linear(4, 4)
+
+    model = Complex()
+    kept = model.turn.detach().clone()
+    engine = shard_module(model, None, precision=PrecisionPolicy(param_dtype=torch.bfloat16))
+    assert {(c.dtype, c.compute_dtype) for layer in engine.layers for c in layer.chunks} == {
+        (torch.complex64, torch.complex64),
+        (torch.float32, torch.bfloat16),
+    }
+    assert_same(weights_of(model)["turn"], kept, rtol=0, atol=0)
+
+
+@distributed(world=2)
+def test_backward_inside_gather_parameters_of_a_forward_outside_is_refused():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    shard_module(model, {nn.Linear})
+    loss = model(torch.ones(2, 8)).sum()
+    with (
+        pytest.raises(Zero3Error, match="backward through layer '.' inside gather_parameters"),
+        gather_parameters(model),
+    ):
+        loss.backward()

@@ -1,5 +1,7 @@
 """E18: gradients of several micro-batches, reduced one by one or once; the counts are those promised."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,10 +9,11 @@ from lightning.pytorch import Callback
 from torch.nn import functional as F
 
 from lightning_zero3 import LayerState, Zero3Error, shard_module, trainable_chunks
+from lightning_zero3.optim import ShardedOptimizers
 from tests.harness import assert_same, distributed
 from tests.harness.models import MLP, Block, Pairs, Task, batches, default_loss, loader
 from tests.harness.oracles import fit
-from tests.strategy.runs import make_mlp, mlp_task, same_run, zero3
+from tests.strategy.runs import make_mlp, mlp_task, same_run, weights_of, zero3
 
 
 class Reductions(Callback):
@@ -138,8 +141,35 @@ def test_the_engine_alone_and_an_exception_in_between(world):
         for o in (optimizer, oracle):
             o.step()
             o.zero_grad()
-    from tests.strategy.runs import weights_of
+    assert_same(weights_of(model), dict(plain.state_dict()))
+    assert engine.pool.taken == 0
 
+
+@pytest.mark.parametrize("held", [True, False], ids=["still held back", "synchronised"])
+@distributed(world=[2, 3])
+def test_unfreezing_and_freezing_between_micro_batches_lose_no_gradient(world, held):
+    """The second of three micro-batches finds a block unfrozen and another frozen; the first brought gradients."""
+    model, plain = (MLP(7, 7, 7, awkward=False) for _ in range(2))
+    for net in (model, plain):
+        net.blocks[0].linear.weight.requires_grad_(False)
+    engine = shard_module(model, {Block})
+    groups = [list(net.parameters()) for net in (model, plain)]
+    optimizer, oracle = (torch.optim.SGD(params, lr=0.1) for params in groups)
+    sharded = ShardedOptimizers([optimizer], engine)
+    batch = batches(Pairs(64 * world, 7), world=world)
+    for micro in range(3):
+        if micro == 1:
+            for net in (model, plain):
+                net.blocks[0].linear.weight.requires_grad_(True)
+                net.blocks[1].requires_grad_(False)
+        with engine.no_sync() if micro == 0 or (micro == 1 and held) else nullcontext():
+            sharded.before_backward()
+            default_loss(model, batch(dist.get_rank(), micro)).backward()
+            sharded.after_backward()
+        for rank in range(world):
+            (default_loss(plain, batch(rank, micro)) / world).backward()
+    for o in (optimizer, oracle):
+        o.step()
     assert_same(weights_of(model), dict(plain.state_dict()))
     assert engine.pool.taken == 0
 

@@ -79,6 +79,25 @@ def test_validation_waits_for_the_rank_with_most_batches(name, options):
     assert_same(ours, ddp)
 
 
+class Reading(Counting):
+    """Reads a weight, goes on with other layers, and then calls the layer that the weight belongs to."""
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        x = batch[0] * (1 + self.net.blocks[1].linear.weight.mean())
+        loss = F.mse_loss(self.net(x), batch[1])
+        self.seen.append(loss)
+
+
+@distributed(world=3, timeout=20)
+def test_a_weight_that_is_read_before_its_layer_is_used():
+    seen = []
+    for strategy in STRATEGIES:
+        module = Reading()
+        trainer(strategy()).validate(module, stream(12, 4, 28), verbose=False)
+        seen.append(module.seen)
+    assert_same(*seen)
+
+
 @distributed(world=3, timeout=20)
 def test_training_goes_on_after_uneven_validation():
     results = []

@@ -157,6 +157,23 @@ def test_requires_grad_set_and_unset_between_steps(world, made):
     same(make_module, callbacks, max_epochs=1)
 
 
+@distributed(world=[1, 2])
+def test_two_parameters_of_a_layer_change_places(world):
+    """What is frozen again is in a trainable chunk when the layer is cut anew."""
+
+    def make_module():
+        module = Task(make_mlp(), everything)
+        module.net.blocks[0].linear.bias.requires_grad_(False)
+        return module
+
+    def swap(module, _):
+        linear = module.net.blocks[0].linear
+        linear.weight.requires_grad_(linear.bias.requires_grad)
+        linear.bias.requires_grad_(not linear.weight.requires_grad)
+
+    same(make_module, lambda: [At(b2=swap, b4=swap, b5=swap)], max_epochs=1)
+
+
 @distributed(world=2)
 def test_a_group_added_by_hand_with_its_own_options():
     def make_module():
