@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def inspect_checkpoint(path: str, optimizer: bool = False) -> str:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise Zero3Error(
-            f"{path} cannot be read safely as a file of torch.save: {str(error).splitlines()[0]}"
+            f"{path} is no checkpoint that torch.load(weights_only=True) can read ({type(error).__name__})"
         ) from error
     if not isinstance(content, dict):
         raise Zero3Error(f"{path} holds a {type(content).__name__}, not a checkpoint or state dict")
@@ -98,10 +99,10 @@ def _table(tensors: dict[str, Tensor], what: str) -> list[str]:
 def environment() -> str:
     """Versions and devices, for bug reports."""
     rows: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("lightning", "pytorch_lightning", "neox_lit"):
+    for name in ("lightning-zero3", "lightning", "pytorch-lightning"):
         try:
-            rows[name] = __import__(name).__version__
-        except (ImportError, AttributeError):
+            rows[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
             rows[name] = "-"
     rows["cpus"] = os.cpu_count()
     rows["cuda"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or "-"

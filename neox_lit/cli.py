@@ -7,12 +7,16 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jsonargparse
 import torch
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_zero3  # noqa: F401  registers strategy names, and its classes can be named in YAML
+from lightning_zero3 import Zero3Error
+from lightning_zero3.sharded_checkpoint import read_extra
 from neox_lit.data import TextDataModule
 from neox_lit.errors import NeoXError
 from neox_lit.generate import Sampling
@@ -32,7 +36,7 @@ def generate(
     """Continue a text with a trained model and print prompt and continuation.
 
     Args:
-        checkpoint: A full .ckpt file that `neox-lit fit` wrote.
+        checkpoint: A .ckpt, file or directory, that `neox-lit fit` wrote.
         prompt: Text to continue. Empty: begin a new document.
         max_new_tokens: Most tokens to add. By default what fits into the model's `max_seq_len`.
         temperature: Divides the logits; 0 takes the likeliest token always.
@@ -52,17 +56,33 @@ def load_module(checkpoint: str, device: str = "cpu") -> NeoXLightning:
     Raises:
         NeoXError: No such file, not a checkpoint, or one of something else.
     """
-    path = Path(checkpoint)
-    if path.is_dir():
-        import lightning_zero3  # noqa: F401 - with it, Lightning loads directories
-    elif not path.is_file():
-        raise NeoXError(f"checkpoint {checkpoint!r}: no such file (here: {Path.cwd()})")
+    read_head(checkpoint)
     try:
-        return NeoXLightning.load_from_checkpoint(path, map_location=device, weights_only=True).eval()
+        return NeoXLightning.load_from_checkpoint(checkpoint, map_location=device, weights_only=True).eval()
     except NeoXError:
         raise
     except Exception as error:  # torch and pickle raise many kinds
         raise NeoXError(f"checkpoint {checkpoint!r} is not one of NeoXLightning: {error}") from error
+
+
+def read_head(checkpoint: str | os.PathLike) -> dict[str, Any]:
+    """What a checkpoint, a file or a sharded directory, says beside its weights, which are not read.
+
+    Raises:
+        NeoXError: No such file, or not a checkpoint.
+    """
+    path = Path(checkpoint)
+    if not path.exists():
+        raise NeoXError(f"checkpoint {str(checkpoint)!r}: no such file (here: {Path.cwd()})")
+    try:
+        if path.is_dir():
+            return read_extra(path)
+        content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    except Exception as error:  # torch and pickle raise many kinds, and advise to trust the file
+        raise NeoXError(f"{str(checkpoint)!r} is not a checkpoint, or is damaged ({type(error).__name__})") from error
+    if not isinstance(content, dict):
+        raise NeoXError(f"{str(checkpoint)!r} is not a checkpoint: it holds a {type(content).__name__}")
+    return content
 
 
 class NeoXCLI(LightningCLI):
@@ -76,15 +96,19 @@ class NeoXCLI(LightningCLI):
         command = self.config.get("subcommand")
         options = self.config[command]
         path = options.get("ckpt_path")
-        if options.model.config is None and options.model.preset is None and path and Path(path).exists():
-            if Path(path).is_dir():
-                from lightning_zero3.sharded_checkpoint import read_extra
-
-                checkpoint = read_extra(path)
-            else:
-                checkpoint = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-            shape = checkpoint.get("hyper_parameters", {}).get("config")
+        if not path or path in ("best", "last", "hpc", "registry") or "://" in str(path):
+            return
+        shape = read_head(path).get("hyper_parameters", {}).get("config") or {}
+        if options.model.config is None and options.model.preset is None:
             self.config = self.parser.parse_object({command: {"model": {"config": shape}}}, self.config)
+        elif options.model.config is not None:
+            asked = vars(options.model.config)
+            for name in ("n_hidden", "n_layers"):
+                if name in shape and asked.get(name) != shape[name]:
+                    raise NeoXError(
+                        f"ckpt_path={str(path)!r} has model.config.{name}={shape[name]}, this run {asked.get(name)}; "
+                        "give the same, or leave model.config out to take the checkpoint's"
+                    )
 
     def after_fit(self) -> None:
         """Say where the model is, and what may come next."""
@@ -130,16 +154,16 @@ def main(args: Sequence[str] | None = None) -> None:
                 parser_kwargs={"prog": "neox-lit", "description": _DESCRIPTION},
                 args=args if args is None else arguments,
             )
-    except ValueError as error:
+    except (ValueError, Zero3Error, MisconfigurationException) as error:
         ours = _ours(error)
         if ours is None:
             raise
         sys.exit(f"neox-lit: error: {ours}")
 
 
-def _ours(error: BaseException | None) -> NeoXError | None:
-    """The `NeoXError` behind an exception; jsonargparse wraps those of dataclasses in its own."""
-    while error is not None and not isinstance(error, NeoXError):
+def _ours(error: BaseException | None) -> BaseException | None:
+    """The error behind an exception that tells the user enough; jsonargparse wraps those of constructors in its own."""
+    while error is not None and not isinstance(error, (NeoXError, Zero3Error, MisconfigurationException)):
         error = error.__cause__ or error.__context__
     return error
 

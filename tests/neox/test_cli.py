@@ -69,6 +69,23 @@ def test_wrong_values_give_our_error(neox_lit, arguments, message):
         neox_lit("fit", "--config", QUICKSTART, *arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ckpt_path", "none.ckpt"], "checkpoint 'none.ckpt': no such file"),
+        (["--ckpt_path", "bad.ckpt"], "'bad.ckpt' is not a checkpoint, or is damaged"),
+        (["--ckpt_path", "trained.ckpt"], "ckpt_path='trained.ckpt' has model.config.n_hidden="),
+        (["--trainer.devices", "0"], "`Trainer(devices='0')` value is not a valid input"),
+        (["--trainer.enable_progress_bar", "false"], "Trainer was configured with `enable_progress_bar=False`"),
+    ],
+)
+def test_other_mistakes_are_one_line_before_any_work(neox_lit, tmp_path, trained, arguments, message):
+    (tmp_path / "bad.ckpt").write_text("not a checkpoint")
+    os.symlink(trained.checkpoint, tmp_path / "trained.ckpt")
+    with pytest.raises(SystemExit, match=f"neox-lit: error: {re.escape(message)}"):
+        neox_lit("fit", "--config", QUICKSTART, *arguments)
+
+
 def test_mistyped_keys_give_lightnings_error(neox_lit, capsys):
     for arguments, message in (
         (["--model.config.n_head", "5"], "Option 'n_head' is not accepted"),
@@ -106,10 +123,10 @@ def test_generate_from_a_sharded_checkpoint(tmp_path, trained):
 def test_bad_checkpoints_are_named(tmp_path, trained):
     with pytest.raises(NeoXError, match=r"none.ckpt': no such file"):
         load_module(str(tmp_path / "none.ckpt"))
-    with pytest.raises(NeoXError, match=r"(?i)is not one of NeoXLightning: .*is a directory"):
+    with pytest.raises(NeoXError, match="is not a checkpoint, or is damaged"):
         load_module(str(tmp_path))
     (tmp_path / "bad.ckpt").write_text("not a checkpoint")
-    with pytest.raises(NeoXError, match=r"bad.ckpt' is not one of NeoXLightning"):
+    with pytest.raises(NeoXError, match=r"bad.ckpt' is not a checkpoint, or is damaged"):
         load_module(str(tmp_path / "bad.ckpt"))
     checkpoint = torch.load(trained.checkpoint, weights_only=True)
     checkpoint["state_dict"] = {"other.weight": torch.zeros(1)}
