@@ -10,6 +10,7 @@ object. The slot that it looks into is then not given to another layer until the
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["Slot", "SlotPool", "SlotViews", "Views"]
 
 _ALIGN = 64  # bytes; where each flat space begins in a slot
+
+_PATIENCE = 0.05  # seconds; a collective's thread may look into a slot for a moment after it is done
 
 
 class Slot:
@@ -65,11 +68,20 @@ class SlotPool:
 
     def take(self, nbytes: int, owner: Zero3Layer) -> Slot:
         """The smallest free slot that fits, or a new one."""
+
+        def fitting() -> list[Slot]:
+            return [s for s in self._free if nbytes <= s.bytes.numel() <= 2 * nbytes]
+
         if self._aside:
             self._reclaim()
-        fitting = [s for s in self._free if nbytes <= s.bytes.numel() <= 2 * nbytes]
-        if fitting:
-            slot = min(fitting, key=lambda s: (s.bytes.numel(), s.index))
+        found = fitting()
+        deadline = time.monotonic() + _PATIENCE
+        while not found and self._aside and time.monotonic() < deadline:
+            time.sleep(_PATIENCE / 50)
+            self._reclaim()
+            found = fitting()
+        if found:
+            slot = min(found, key=lambda s: (s.bytes.numel(), s.index))
             self._free.remove(slot)
         else:
             slot = Slot(len(self.slots), nbytes, self.device)
