@@ -5,7 +5,8 @@
 - `state`, `layer`: the life of a layer. `collect`: its gradients on their way. `engine`: which layer when.
 - `order`: what is recorded to prefetch by.
 - `saved`: weights in autograd's graph. `access`: parameters that are read outside of their layer.
-- `wrap`: what becomes a layer. `meta`: models without memory. `shard`: from a model to a sharded one and back.
+- `wrap`: what becomes a layer. `shard`: from a model to a sharded one and back.
+- `meta`: models without memory. `weights`: from files straight into shards.
 - `boxes`, `sharded_checkpoint`, `durable`, `background`, `loading`: checkpoints that are directories.
 - `optim`, `clip`, `precision`, `scaler`, `strategy`, `evenly`, `report`, `callbacks`, `averaging`: the rest of a run.
 """
@@ -26,6 +27,7 @@ from lightning_zero3.shard import (
 )
 from lightning_zero3.state import LayerState
 from lightning_zero3.strategy import Zero3Strategy
+from lightning_zero3.weights import empty_parameters, load_weights, until_sharded
 
 __version__ = "0.1.0"
 
@@ -41,9 +43,12 @@ __all__ = [
     "Zero3Layer",
     "Zero3Sequential",
     "Zero3Strategy",
+    "empty_parameters",
     "full_state_dict",
     "gather_parameters",
     "load_full_state_dict",
+    "load_weights",
     "shard_module",
     "trainable_chunks",
+    "until_sharded",
 ]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_zero3.comm import Communicator
 from lightning_zero3.errors import Zero3Error
 from lightning_zero3.layout import Layout
+from lightning_zero3.weights import arrived, read, waiting_for
 
 __all__ = ["Chunk", "PrecisionPolicy", "Segment"]
 
@@ -103,6 +104,8 @@ class Chunk:
         self.park()
 
     def _shard(self, comm: Communicator, device: torch.device) -> Tensor:
+        if all(waiting_for(p) is not None for p in self.params):
+            return torch.zeros(self.size, dtype=self.dtype, device=device)
         flat = None
         if comm.rank == 0:
             flat = torch.zeros(self.total, dtype=self.dtype, device=device)
@@ -113,6 +116,16 @@ class Chunk:
         part = torch.zeros(self.size, dtype=self.dtype, device=device)
         comm.scatter(None if flat is None else flat.view(torch.uint8), part.view(torch.uint8))
         return part
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Read this rank's part of the parameters that wait for it from their files."""
+        for index, part, here in self.pieces():
+            source = waiting_for(self.params[index])
+            if source is not None:
+                self.data[here] = read(source, part.start, part.stop)
+        for param in self.params:
+            arrived(param)
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from lightning_zero3.errors import Zero3Error
 from lightning_zero3.meta import materialize
 from lightning_zero3.slots import Slot, SlotViews
 from lightning_zero3.state import LayerState
+from lightning_zero3.weights import waiting_for
 
 __all__ = ["Zero3Layer", "layer_of"]
 
@@ -116,7 +117,10 @@ class Zero3Layer(nn.Module):
             _owners[param] = self
         self._hooks: list[Any] = []
         self._grad_hooks: list[Any] = []
+        waits = any(waiting_for(p) is not None for _, p in owned)
         self._arrange(self._chunks_of(owned, device))
+        if waits:
+            self._fill()
         for entry in self.entries:
             self._hooks.append(entry.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
             self._hooks.append(entry.register_forward_hook(self._after_forward, always_call=True))
@@ -146,6 +150,18 @@ class Zero3Layer(nn.Module):
             )
             for (trains, _, of_norm), members in kinds.items()
         ]
+
+    def _fill(self) -> None:
+        """Read the weights from their files. If a rank cannot, all raise."""
+        failure, cause = None, None
+        try:
+            for chunk in self.chunks:
+                chunk.fill()
+        except Exception as error:
+            failure, cause = str(error), error
+        told = [f"rank {r}: {why}" for r, why in enumerate(self.engine.comm.all_objects(failure)) if why is not None]
+        if told:
+            raise Zero3Error(f"cannot read the weights of layer {self.name!r}: {'; '.join(told)}") from cause
 
     def _arrange(self, chunks: list[Chunk]) -> None:
         """Let these be the layer's chunks."""

@@ -49,6 +49,7 @@ from lightning_zero3.shard import (
     sharded_state_dict,
     unshard_module,
 )
+from lightning_zero3.weights import until_sharded
 from lightning_zero3.wrap import AutoWrapPolicy, check_policy
 
 __all__ = ["Zero3Strategy", "Zero3StrategyMixin"]
@@ -265,7 +266,7 @@ class Zero3StrategyMixin(_Base):
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Models are built on the CPU, or on no device at all; they never exist whole on an accelerator."""
         device = torch.device("meta" if empty_init else "cpu")
-        with device, self.precision_plugin.tensor_init_context():
+        with device, self.precision_plugin.tensor_init_context(), until_sharded():
             yield
 
     def setup(self, trainer: Any) -> None:
@@ -347,7 +348,7 @@ class Zero3StrategyMixin(_Base):
         assert self._sharded_optimizers is not None
         self._sharded_optimizers.settle()
         if self._background is not None:
-            self._background.check()
+            self._background.check(self.engine.comm)
         return self._step(self.precision_plugin.train_step_context(), self.lightning_module.training_step, args, kwargs)
 
     def block_backward_sync(self) -> Any:
