@@ -251,14 +251,26 @@ def test_what_goes_wrong_while_writing_is_raised_on_every_rank(tmp_path, save_as
     if dist.get_rank() == 0:
         blocked.touch()
     dist.barrier()
+    write = sharded_checkpoint.write
+
+    def write_and_dawdle(*args):  # a rank that knows of the error steps later than the other
+        try:
+            write(*args)
+        finally:
+            time.sleep(0.5 * dist.get_rank())
+
 
     class Save(Callback):
         def on_train_batch_end(self, trainer, module, *_):
-            trainer.save_checkpoint(blocked / "x.ckpt")  # a file where a folder should be
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(blocked / "x.ckpt")  # a file where a folder should be
 
-    t = trainer(zero3(state_dict_type="sharded", save_async=save_async), max_epochs=2, callbacks=[Save()])
-    with pytest.raises(Zero3Error, match="cannot write the checkpoint .*blocked/x.ckpt .*rank 0: "):
-        t.fit(Task(make_mlp()), common_batches())
+    t = trainer(zero3(state_dict_type="sharded", save_async=save_async), max_epochs=200, callbacks=[Save()])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_checkpoint, "write", write_and_dawdle)
+        with pytest.raises(Zero3Error, match="cannot write the checkpoint .*blocked/x.ckpt .*rank 0: "):
+            t.fit(Task(make_mlp()), common_batches())
+    assert t.global_step < 600
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------
