@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +30,14 @@ __all__ = ["Zero3Layer", "layer_of"]
 
 TRAINING_PARAMS_IDX = 0  # in `Zero3Layer.chunk`
 
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> the layer that shards it
+# Parameter -> the layer that shards it. Weakly: the layer holds its parameters, and would hold itself for ever.
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def layer_of(param: Tensor) -> Zero3Layer | None:
     """The layer that shards `param`, if any."""
-    return _owners.get(param)
+    layer = _owners.get(param)
+    return layer() if layer is not None else None
 
 
 class Zero3Layer(nn.Module):
@@ -114,7 +117,7 @@ class Zero3Layer(nn.Module):
         self._fetch: Pending | None = None
         self._releases_by_input = False  # this use's input gradients will tell when backward is done with it
         for _, param in owned:
-            _owners[param] = self
+            _owners[param] = ref(self)
         self._hooks: list[Any] = []
         self._grad_hooks: list[Any] = []
         waits = any(waiting_for(p) is not None for _, p in owned)
@@ -176,7 +179,7 @@ class Zero3Layer(nn.Module):
             for index, param in enumerate(chunk.params):
                 trains = param.requires_grad  # not if it was frozen again; torch hooks only what does
                 hook = param.requires_grad_(True).register_post_accumulate_grad_hook(
-                    partial(self._on_grad, place, index)
+                    partial(_grad_is_there, ref(self), place, index)
                 )
                 self._grad_hooks.append(hook)
                 param.requires_grad_(trains)
@@ -499,6 +502,13 @@ class Zero3Layer(nn.Module):
         self.grads.put(place, index, grad)
         if last:
             self.engine.reduce(self)
+
+
+def _grad_is_there(layer: ref[Zero3Layer], place: int, index: int, param: Tensor) -> None:
+    """The hook of a parameter's gradient. torch keeps it where no garbage collector looks, so it holds nobody."""
+    held = layer()
+    if held is not None:
+        held._on_grad(place, index, param)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

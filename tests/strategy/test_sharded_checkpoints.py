@@ -259,7 +259,6 @@ def test_what_goes_wrong_while_writing_is_raised_on_every_rank(tmp_path, save_as
         finally:
             time.sleep(0.5 * dist.get_rank())
 
-
     class Save(Callback):
         def on_train_batch_end(self, trainer, module, *_):
             if trainer.global_step == 1:
