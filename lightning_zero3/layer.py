@@ -11,7 +11,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero3 import compat
@@ -134,14 +133,15 @@ class Zero3Layer(nn.Module):
     def _chunks_of(self, named: list[tuple[str, nn.Parameter]], device: torch.device) -> list[Chunk]:
         """Shard full parameters: one chunk for each dtype of those that train, and of those that do not.
 
-        Under mixed precision batch norms compute with parameters as they are stored: their statistics are, too.
+        In mixed precision only matrices are cast. Autocast would cast biases where it uses them, and never the vectors
+        of norms, which kernels may want in float32.
         """
         engine, as_stored = self.engine, replace(self.engine.policy, param_dtype=None)
-        norms = [m for m in self._modules_inside() if isinstance(m, _BatchNorm)] if engine.policy.param_dtype else []
-        of_norms = {id(p) for m in norms for p in m._parameters.values()}
+        mixed = engine.policy.param_dtype is not None
         kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
         for name, param in sorted(named, key=lambda item: (not item[1].requires_grad, str(item[1].dtype))):
-            kinds.setdefault((param.requires_grad, param.dtype, id(param) in of_norms), []).append((name, param))
+            cast = mixed and param.requires_grad and param.ndim > 1
+            kinds.setdefault((param.requires_grad, param.dtype, cast), []).append((name, param))
         return [
             Chunk(
                 members,
@@ -149,9 +149,9 @@ class Zero3Layer(nn.Module):
                 trainable=trains,
                 comm=engine.comm,
                 device=device,
-                policy=as_stored if of_norm else engine.policy,
+                policy=engine.policy if cast else as_stored,
             )
-            for (trains, _, of_norm), members in kinds.items()
+            for (trains, _, cast), members in kinds.items()
         ]
 
     def _fill(self) -> None:

@@ -277,20 +277,8 @@ class Zero3StrategyMixin(_Base):
         trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm
         module = self.lightning_module
         if engine_of(module) is None:
-            if self._layer_sync:
-                self.model = self._layer_sync.apply(self.model)
             self.precision_plugin.convert_module(module)
-            if self.activation_checkpointing_policy is not None:
-                checkpoint_activations(module, self.activation_checkpointing_policy)
-            self._engine = shard_module(
-                module,
-                self.auto_wrap_policy,
-                comm=Communicator(device=self.root_device, timeout=self._timeout),
-                device=self.root_device,
-                precision=self._policy,
-                prefetch=self.prefetch,
-                broadcast_buffers=self.broadcast_buffers,
-            )
+            self.shard(Communicator(device=self.root_device, timeout=self._timeout))
         else:  # a second fit, or validate after fit: sharded it stays
             self._engine = engine_of(module)
             self._check_sharded_as_asked()
@@ -302,6 +290,25 @@ class Zero3StrategyMixin(_Base):
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+
+    def shard(self, comm: Communicator) -> Engine:
+        """Shard the module over the ranks of `comm`, as the options say."""
+        module = self.lightning_module
+        if self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        if self.activation_checkpointing_policy is not None:
+            checkpoint_activations(module, self.activation_checkpointing_policy)
+        self._engine = shard_module(
+            module,
+            self.auto_wrap_policy,
+            comm=comm,
+            device=comm.device,
+            precision=self._policy,
+            prefetch=self.prefetch,
+            broadcast_buffers=self.broadcast_buffers,
+        )
+        self.precision_plugin.engine = self._engine
+        return self._engine
 
     def _check_sharded_as_asked(self) -> None:
         """Raise if this Trainer wants of the module what an earlier one, which sharded it, did not."""
@@ -326,8 +333,11 @@ class Zero3StrategyMixin(_Base):
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)  # type: ignore[misc]
-        assert self._engine is not None
-        self._sharded_optimizers = ShardedOptimizers(self.optimizers, self._engine)
+        self.adopt(self.optimizers)
+
+    def adopt(self, optimizers: list[Optimizer]) -> None:
+        """Let optimizers of the module's parameters work on shards."""
+        self._sharded_optimizers = ShardedOptimizers(optimizers, self.engine)
         self.precision_plugin.optimizers = self._sharded_optimizers
 
     # -- steps --------------------------------------------------------------------------------------------------------
