@@ -144,7 +144,7 @@ class Plan:
 
 def plan(
     make_module: Callable[[], Any],
-    make_batch: Callable[[], Any],
+    make_batch: Callable[[Any], Any],
     *,
     world_size: int,
     strategy: Any = None,
@@ -156,7 +156,7 @@ def plan(
 
     Args:
         make_module: makes the LightningModule; its `configure_model`, if any, is called too.
-        make_batch: makes what `training_step` gets, of any values.
+        make_batch: makes what `training_step` gets, of any values, for that module.
         world_size: ranks of the run.
         strategy: the run's `Zero3Strategy`; default one with default options.
         precision: the Trainer's.
@@ -183,7 +183,7 @@ def plan(
             with live:
                 engine = strategy.shard(comm)
             optimizers = _optimizers(module, strategy)
-            batch = tree_map_only(Tensor, torch.empty_like, make_batch())
+            batch = tree_map_only(Tensor, torch.empty_like, make_batch(module))
             module.train()
             for _ in range(2):  # in the first the order of layers is recorded, and not much fetched ahead
                 comm.traffic.reset()
@@ -285,20 +285,16 @@ def _state_of(optimizer: Optimizer, dtype: torch.dtype) -> tuple[int, int]:
         )
 
 
-def largest_micro_batch(plan_of: Callable[[int], Plan], memory: int, limit: int = 4096) -> int:
+def largest_micro_batch(plan_of: Callable[[int], Plan], memory: int) -> int:
     """The largest micro-batch with a peak of at most `memory` bytes; 0 if not even one sample fits.
 
     Args:
-        plan_of: plans a micro-batch of that many samples. What a step takes grows with it.
-        limit: do not look further.
+        plan_of: plans a micro-batch of that many samples. Activations grow in proportion, or nearly.
     """
-    fits, too_large = 0, 1
-    while too_large <= limit and plan_of(too_large).peak <= memory:
-        fits, too_large = too_large, 2 * too_large
-    while too_large - fits > 1:
-        middle = (fits + too_large) // 2
-        if plan_of(middle).peak <= memory:
-            fits = middle
-        else:
-            too_large = middle
-    return fits
+    one, two = plan_of(1).peak, plan_of(2).peak
+    size = max(0, 1 + (memory - one) // max(1, two - one))
+    while size > 0 and plan_of(size).peak > memory:
+        size -= 1
+    while plan_of(size + 1).peak <= memory:
+        size += 1
+    return size

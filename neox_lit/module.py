@@ -199,6 +199,11 @@ class NeoXLightning(LightningModule):
             max_new_tokens = max(1, self.config.max_seq_len - len(ids))
         return self.tokenizer.decode(self.generate([ids], max_new_tokens, sampling)[0])
 
+    def example_batch(self, batch_size: int, seq_len: int | None = None) -> Batch:
+        """What `training_step` gets, of zeros: for `zero3 plan`."""
+        ids = torch.zeros(batch_size, seq_len or self.config.max_seq_len, dtype=torch.int64)
+        return {"input_ids": ids, "labels": ids}
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put the tokenizer into the checkpoint, as the text of a tokenizer.json."""
         if self.tokenizer is not None:

@@ -83,7 +83,7 @@ def test_a_run_takes_what_was_planned(case, world):
     ids = torch.randint(500, (8, 64))
     planned = plan(
         module,
-        lambda: ids,
+        lambda _: ids,
         world_size=world,
         strategy=strategy(),
         precision=run.get("precision", "32-true"),
@@ -107,7 +107,9 @@ def test_a_run_takes_what_was_planned(case, world):
 
 def test_the_largest_micro_batch():
     def plan_of(size):
-        return plan(lambda: Task(Text(), loss=text_loss), lambda: torch.zeros(size, 64, dtype=torch.long), world_size=4)
+        return plan(
+            lambda: Task(Text(), loss=text_loss), lambda _: torch.zeros(size, 64, dtype=torch.long), world_size=4
+        )
 
     budget = plan_of(3).peak
     assert largest_micro_batch(plan_of, budget) == 3
@@ -123,4 +125,4 @@ class Looks(Task):
 
 def test_a_step_that_looks_at_values_cannot_be_planned():
     with pytest.raises(Zero3Error, match=r"Looks.training_step looks at values .*Keep \.item\(\)"):
-        plan(lambda: Looks(Text(), loss=text_loss), lambda: torch.zeros(1, 8, dtype=torch.long), world_size=2)
+        plan(lambda: Looks(Text(), loss=text_loss), lambda _: torch.zeros(1, 8, dtype=torch.long), world_size=2)
