@@ -7,9 +7,12 @@ reduced as they will be. What is counted is therefore not a model of the engine 
 from __future__ import annotations
 
 import inspect
+import logging
+import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -168,7 +171,21 @@ def plan(
     """
     from lightning_zero3.strategy import Zero3Strategy
 
-    strategy = strategy or Zero3Strategy()
+    with _quiet():
+        return _plan(
+            make_module, make_batch, world_size, strategy or Zero3Strategy(), precision, micro_batches, accelerator
+        )
+
+
+def _plan(
+    make_module: Callable[[], Any],
+    make_batch: Callable[[Any], Any],
+    world_size: int,
+    strategy: Any,
+    precision: Any,
+    micro_batches: int,
+    accelerator: str,
+) -> Plan:
     trainer = _trainer(strategy, precision)
     with strategy.tensor_init_context(), empty_parameters():
         module = make_module()
@@ -230,6 +247,20 @@ def _trainer(strategy: Any, precision: Any) -> Any:
     )
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what Lightning says about Trainers that lack everything."""
+    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*barebones")
+            yield
+    finally:
+        log.setLevel(level)
+
+
 def _optimizers(module: Any, strategy: Any) -> list[Optimizer]:
     from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 
@@ -289,12 +320,19 @@ def largest_micro_batch(plan_of: Callable[[int], Plan], memory: int) -> int:
     """The largest micro-batch with a peak of at most `memory` bytes; 0 if not even one sample fits.
 
     Args:
-        plan_of: plans a micro-batch of that many samples. Activations grow in proportion, or nearly.
+        plan_of: plans a micro-batch of that many samples. What it takes grows with them, nearly in proportion.
     """
     one, two = plan_of(1).peak, plan_of(2).peak
-    size = max(0, 1 + (memory - one) // max(1, two - one))
-    while size > 0 and plan_of(size).peak > memory:
-        size -= 1
-    while plan_of(size + 1).peak <= memory:
-        size += 1
-    return size
+    if one > memory:
+        return 0
+    fits, fails, guess = 1, None, 1 + (memory - one) // max(1, two - one)
+    while fails is None or fails - fits > 1:
+        peak = plan_of(guess).peak
+        if peak <= memory:
+            fits = guess
+        else:
+            fails = guess
+        slope = max(1, (peak - one) // max(1, guess - 1))
+        guess = 1 + (memory - one) // slope  # where the line through one sample and this guess meets the limit
+        guess = max(fits + 1, guess if fails is None else min(guess, fails - 1))
+    return fits
