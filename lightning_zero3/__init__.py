@@ -8,6 +8,7 @@
 - `wrap`: what becomes a layer. `shard`: from a model to a sharded one and back.
 - `meta`: models without memory. `weights`: from files straight into shards.
 - `boxes`, `sharded_checkpoint`, `durable`, `background`, `loading`: checkpoints that are directories.
+- `plan`, `plan_command`: what a run will take. `timeline`: what it does when.
 - `optim`, `clip`, `precision`, `scaler`, `strategy`, `evenly`, `report`, `callbacks`, `averaging`: the rest of a run.
 """
 
@@ -27,6 +28,7 @@ from lightning_zero3.shard import (
 )
 from lightning_zero3.state import LayerState
 from lightning_zero3.strategy import Zero3Strategy
+from lightning_zero3.timeline import Timeline
 from lightning_zero3.weights import empty_parameters, load_weights, until_sharded
 
 __version__ = "0.1.0"
@@ -38,6 +40,7 @@ __all__ = [
     "MemoryReport",
     "PrecisionPolicy",
     "Report",
+    "Timeline",
     "WeightAveraging",
     "Zero3Error",
     "Zero3Layer",
