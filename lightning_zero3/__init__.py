@@ -10,24 +10,48 @@
 - `optim`, `clip`, `precision`, `scaler`, `strategy`, `evenly`, `report`, `callbacks`, `averaging`: the rest of a run.
 """
 
-from lightning_zero3.averaging import EMAWeightAveraging, WeightAveraging
-from lightning_zero3.callbacks import GradientNorms, MemoryReport
-from lightning_zero3.chunk import PrecisionPolicy
-from lightning_zero3.errors import Zero3Error
-from lightning_zero3.layer import Zero3Layer
-from lightning_zero3.report import Report
-from lightning_zero3.sequential import Zero3Sequential
-from lightning_zero3.shard import (
-    full_state_dict,
-    gather_parameters,
-    load_full_state_dict,
-    shard_module,
-    trainable_chunks,
-)
-from lightning_zero3.state import LayerState
-from lightning_zero3.strategy import Zero3Strategy
+# Names are imported when they are first used: `zero3 --help` need not wait for torch and Lightning.
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_zero3.registry import register_when_imported
+
+if TYPE_CHECKING:
+    from lightning_zero3.averaging import EMAWeightAveraging, WeightAveraging
+    from lightning_zero3.callbacks import GradientNorms, MemoryReport
+    from lightning_zero3.chunk import PrecisionPolicy
+    from lightning_zero3.errors import Zero3Error
+    from lightning_zero3.layer import Zero3Layer
+    from lightning_zero3.loading import newest_checkpoint
+    from lightning_zero3.report import Report
+    from lightning_zero3.sequential import Zero3Sequential
+    from lightning_zero3.shard import (
+        full_state_dict,
+        gather_parameters,
+        load_full_state_dict,
+        shard_module,
+        trainable_chunks,
+    )
+    from lightning_zero3.state import LayerState
+    from lightning_zero3.strategy import Zero3Strategy
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "averaging": ("EMAWeightAveraging", "WeightAveraging"),
+    "callbacks": ("GradientNorms", "MemoryReport"),
+    "chunk": ("PrecisionPolicy",),
+    "errors": ("Zero3Error",),
+    "layer": ("Zero3Layer",),
+    "loading": ("newest_checkpoint",),
+    "report": ("Report",),
+    "sequential": ("Zero3Sequential",),
+    "shard": ("full_state_dict", "gather_parameters", "load_full_state_dict", "shard_module", "trainable_chunks"),
+    "state": ("LayerState",),
+    "strategy": ("Zero3Strategy",),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "EMAWeightAveraging",
@@ -44,6 +68,22 @@ __all__ = [
     "full_state_dict",
     "gather_parameters",
     "load_full_state_dict",
+    "newest_checkpoint",
     "shard_module",
     "trainable_chunks",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_when_imported("lightning.pytorch", "lightning_zero3.strategy")
+register_when_imported("pytorch_lightning", "lightning_zero3.pytorch_lightning")
