@@ -83,7 +83,8 @@ def _consolidate(args: argparse.Namespace) -> None:
     from lightning_zero3.consolidate import consolidate
 
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(os.path.basename(args.out.rstrip("/")), total=None)
         files = consolidate(
             args.source,

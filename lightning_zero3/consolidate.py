@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -91,7 +92,9 @@ def consolidate(
         remove(part)
         files = []
         if pickled and not weights_only:
-            _write_pickled(sharded_checkpoint.load(source, None, False if trust else None), part, progress)
+            content = sharded_checkpoint.load(source, None, False if trust else None)
+            states = {key: OrderedDict(value.data) for key, value in content.items() if isinstance(value, StoredState)}
+            _write_pickled({**content, **states}, part, progress)
         else:
             sharded_checkpoint.verify(source, None)
             if pickled:
@@ -176,8 +179,8 @@ def _without_memory(value: Any, stored: dict[int, Stored]) -> Any:
         return fake
     if isinstance(value, StoredState):
         return {name: _without_memory(v, stored) for name, v in value.data.items()}
-    if type(value) is dict:
-        return {name: _without_memory(v, stored) for name, v in value.items()}
+    if type(value) in (dict, OrderedDict):
+        return type(value)((name, _without_memory(v, stored)) for name, v in value.items())
     if type(value) is list:
         return [_without_memory(v, stored) for v in value]
     return value

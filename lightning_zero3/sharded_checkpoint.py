@@ -312,7 +312,7 @@ def load(path: str | os.PathLike, comm: Communicator | None = None, weights_only
         if key not in values
     }
     read(path, small, comm)
-    values.update(small)
+    values = {key: values.get(key, small.get(key)) for key in index}
 
     for key, value in values.items():
         what, _, name = key.partition(".")
