@@ -29,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(inspect_checkpoint(args.path, args.optimizer))
         elif args.command == "consolidate":
             _consolidate(args)
+        elif args.command == "plan":
+            _plan(args)
         else:
             print(environment())
     except Zero3Error as error:
@@ -63,6 +65,28 @@ def _parser() -> argparse.ArgumentParser:
     consolidate.add_argument(
         "--trust", action="store_true", help="let the checkpoint hold your own classes, which may run code"
     )
+    plan = commands.add_parser(
+        "plan",
+        help="print what each rank of a run will take, before it runs",
+        description="Print what each rank of a run will take. A step of it is run on ranks that do not exist, with "
+        "tensors that have no memory, so this takes seconds on any machine.",
+    )
+    plan.add_argument("--config", required=True, metavar="YAML", help="as for `neox-lit fit` or another LightningCLI")
+    plan.add_argument("--devices", type=int, help="ranks of a node; default trainer.devices")
+    plan.add_argument("--nodes", type=int, help="default trainer.num_nodes, or 1 with --devices")
+    plan.add_argument("--accelerator", choices=("cpu", "cuda"), help="default trainer.accelerator")
+    plan.add_argument("--batch-size", type=int, help="samples of a micro-batch; default data.batch_size")
+    plan.add_argument(
+        "--memory", type=_size, metavar="SIZE", help="of a device, 80GiB for example: what is the largest micro-batch?"
+    )
+    plan.add_argument(
+        "--bandwidth", type=_size, metavar="SIZE", help="bytes that a rank sends in a second, 50GB for example"
+    )
+    plan.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="replace something in the YAML; repeatable"
+    )
+    plan.add_argument("--compare", action="store_true", help="also with other precisions, checkpointing, LoRA, ...")
+    plan.add_argument("--plot", metavar="PNG", help="draw memory against ranks, for DDP and ZeRO stages 1 to 3")
     commands.add_parser("env", help="print versions and devices")
     return parser
 
@@ -96,6 +120,37 @@ def _consolidate(args: argparse.Namespace) -> None:
             lambda done, total: bar.update(task, completed=done, total=total),
         )
     print("\n".join(files))
+
+
+def _plan(args: argparse.Namespace) -> None:
+    import yaml  # type: ignore[import-untyped]
+
+    from lightning_zero3 import plan_command as command
+
+    changes = {}
+    for text in args.set:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise Zero3Error(f"--set {text}: write KEY=VALUE, trainer.precision=bf16-mixed for example")
+        changes[key] = yaml.safe_load(value)
+    if args.devices is not None:
+        changes.update({"trainer.devices": args.devices, "trainer.num_nodes": args.nodes or 1})
+    elif args.nodes is not None:
+        changes["trainer.num_nodes"] = args.nodes
+    if args.accelerator is not None:
+        changes["trainer.accelerator"] = args.accelerator
+
+    def planned(more: dict[str, Any]) -> command.Planned:
+        return command.plan_config(args.config, {**changes, **more})
+
+    first = planned({})
+    batch_size = args.batch_size or first.batch_size
+    print(command.table(first, batch_size, args.memory, args.bandwidth))
+    if args.compare:
+        print("\n" + command.comparison(command.variants_of(planned, first), batch_size, args.memory))
+    if args.plot:
+        command.plot(first, batch_size, args.plot)
+        print(args.plot)
 
 
 def environment() -> str:
