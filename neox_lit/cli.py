@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jsonargparse
 import torch
@@ -17,6 +17,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_zero3  # noqa: F401  registers strategy names, and its classes can be named in YAML
 from lightning_zero3 import Zero3Error
 from lightning_zero3.sharded_checkpoint import read_extra
+from neox_lit import checkpoints
+from neox_lit.config import PRESETS, NeoXConfig
 from neox_lit.data import TextDataModule
 from neox_lit.errors import NeoXError
 from neox_lit.generate import Sampling
@@ -48,6 +50,30 @@ def generate(
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     module = load_module(checkpoint, device or ("cuda" if torch.cuda.is_available() else "cpu"))
     print(prompt + module.complete(prompt, max_new_tokens, sampling))
+
+
+def convert(
+    src: str,
+    dst: str,
+    to: Literal["neox", "neox-sequential", "hf"] = "hf",
+    tp: int = 2,
+    model: str | None = None,
+) -> None:
+    """Rewrite a checkpoint in another format, layer by layer.
+
+    Args:
+        src: A checkpoint: a directory of GPT-NeoX (layer_XX-model_YY or mp_rank_YY files) or of Hugging Face
+            (safetensors or .bin), or one that `neox-lit fit` wrote.
+        dst: A directory that does not exist yet.
+        to: 'hf': what transformers reads. 'neox': a file for each layer and rank. 'neox-sequential': mp_rank files.
+        tp: Tensor-parallel ranks to write for, for GPT-NeoX.
+        model: A preset's name or a GPT-NeoX yml, if there is no config beside the weights.
+    """
+    config = None
+    if model is not None:
+        config = NeoXConfig.preset(model) if model in PRESETS else NeoXConfig.from_yml(model)
+    checkpoints.convert(src, dst, to, tp, config)
+    print(f"Wrote {dst}")
 
 
 def load_module(checkpoint: str, device: str = "cpu") -> NeoXLightning:
@@ -126,7 +152,8 @@ _NOISE = (
 )
 
 # Commands beside LightningCLI's; each is a typed function whose docstring is its help.
-COMMANDS: dict[str, Callable[..., None]] = {"generate": generate}
+COMMANDS: dict[str, Callable[..., None]] = {"convert": convert, "generate": generate}
+_POSITIONAL = ("convert",)  # those whose required arguments come without their names
 
 _DESCRIPTION = (
     "GPT-NeoX on PyTorch Lightning with ZeRO stage 3. The commands below take --config FILE.yaml. Further commands, "
@@ -143,7 +170,9 @@ def main(args: Sequence[str] | None = None) -> None:
         if arguments and arguments[0] in COMMANDS:
             name, *options = arguments
             options = [_with_underscores(option) for option in options]
-            jsonargparse.auto_cli(COMMANDS[name], args=options, as_positional=False, prog=f"neox-lit {name}")
+            jsonargparse.auto_cli(
+                COMMANDS[name], args=options, as_positional=name in _POSITIONAL, prog=f"neox-lit {name}"
+            )
         else:
             NeoXCLI(
                 NeoXLightning,
