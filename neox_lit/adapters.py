@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_zero3.shard import full_state_dict, load_full_state_dict
 from neox_lit.errors import NeoXError

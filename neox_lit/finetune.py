@@ -38,7 +38,7 @@ def set_trainable(model: nn.Module, trainable: str | Sequence[str]) -> None:
 
     Args:
         model: With its adapters, if any. Call before a strategy shards it: states are then those of what trains.
-        trainable: One of `CHOICES`, or regular expressions of which one is found (`re.search`) in each name that trains.
+        trainable: One of `CHOICES`, or regular expressions: a name in which one is found (`re.search`) trains.
 
     Raises:
         NeoXError: An expression that matches nothing, or an int8 weight.

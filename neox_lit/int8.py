@@ -11,6 +11,7 @@ Source: Dettmers et al. 2022, arXiv:2208.07339, sections 2.1 and 3.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -38,7 +39,13 @@ class Int8Linear(nn.Module):
     """
 
     def __init__(
-        self, weight: Tensor, scale: Tensor, bias: nn.Parameter | None, *, threshold: float = 6.0, init_std: float = 0.02
+        self,
+        weight: Tensor,
+        scale: Tensor,
+        bias: nn.Parameter | None,
+        *,
+        threshold: float = 6.0,
+        init_std: float = 0.02,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
@@ -150,6 +157,8 @@ def require_bitsandbytes() -> Any:
     Raises:
         NeoXError: It is not installed.
     """
+    # At its import it says that its 4-bit kernels could not be fetched from the network. They are not used here.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         from bitsandbytes import functional
     except ImportError as error:

@@ -283,7 +283,8 @@ class NeoXLightning(LightningModule):
         the checkpoint's.
         """
         theirs = checkpoint.get("hyper_parameters", {})
-        for name, default in (("lora", None), ("int8", False), ("trainable", "all")):
+        trains = self._trainer is not None and self._trainer.state.fn == "fit"
+        for name, default in (("lora", None), ("int8", False), *([("trainable", "all")] if trains else [])):
             asked = self.hparams[name]
             if self._trainer is not None and theirs.get(name, default) != asked:
                 raise NeoXError(
