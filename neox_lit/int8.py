@@ -140,7 +140,7 @@ def to_int8(module: nn.Module, threshold: float = 6.0) -> nn.Module:
                 raise NeoXError(f"{name} has an adapter; call to_int8() first, then add or load the adapter")
             assert isinstance(linear, nn.Linear)
             owner, _, last = name.rpartition(".")
-            setattr(block.get_submodule(owner), last, Int8Linear.of(linear, threshold))
+            setattr(block.get_submodule(owner), last, Int8Linear.of(linear, threshold).train(linear.training))
     return module
 
 

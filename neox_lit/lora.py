@@ -120,7 +120,7 @@ def add_lora(module: nn.Module, options: LoRAOptions | None = None) -> nn.Module
         for name in LINEARS:
             if name.rpartition(".")[2] in options.targets:
                 linear = block.get_submodule(name)
-                linear.add_module("lora", LoRA(linear, options))
+                linear.add_module("lora", LoRA(linear, options).train(linear.training))
                 linear.register_forward_hook(_add)
     return module
 

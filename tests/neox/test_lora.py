@@ -63,7 +63,7 @@ def test_peft_reads_our_adapter(tmp_path):
     save_adapter(model, tmp_path)
     theirs = peft.PeftModel.from_pretrained(to_hf(base(model)).double(), tmp_path).double().eval()
     assert (logits(base(model)) - logits(model)).abs().max() > 0.1
-    assert_same(logits(theirs), logits(model), **EXACT)
+    assert_same(logits(theirs), logits(model), rtol=1e-6, atol=1e-6)  # parts of theirs are float32
     saved = peft.get_peft_model_state_dict(theirs)
     assert len(saved) == len([n for n, _ in model.named_parameters() if ".lora." in n]) == 2 * 2 * 3
 
