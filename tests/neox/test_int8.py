@@ -1,4 +1,4 @@
-"""int8: values of bitsandbytes, gradients of the dequantised weights; sharded as int8, trained beside, saved, loaded."""
+"""int8: values of bitsandbytes, gradients of the dequantised weights; sharded as int8, trained beside, saved."""
 
 from __future__ import annotations
 
