@@ -23,8 +23,11 @@ __all__ = ["LazyTensor", "arrived", "empty_parameters", "hand_over", "load_weigh
 class LazyTensor(Protocol):
     """A tensor in a file."""
 
-    shape: torch.Size
-    dtype: torch.dtype
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the row-major tensor, flat, on the CPU."""

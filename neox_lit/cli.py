@@ -38,7 +38,8 @@ def generate(
     """Continue a text with a trained model and print prompt and continuation.
 
     Args:
-        checkpoint: A .ckpt, file or directory, that `neox-lit fit` wrote.
+        checkpoint: A .ckpt, file or directory, that `neox-lit fit` wrote, or a directory of GPT-NeoX or Hugging Face
+            with a tokenizer.json.
         prompt: Text to continue. Empty: begin a new document.
         max_new_tokens: Most tokens to add. By default what fits into the model's `max_seq_len`.
         temperature: Divides the logits; 0 takes the likeliest token always.
@@ -77,14 +78,20 @@ def convert(
 
 
 def load_module(checkpoint: str, device: str = "cpu") -> NeoXLightning:
-    """The module of a Lightning checkpoint, a file or a sharded directory, ready to generate.
+    """The module of a checkpoint of any format that `open_checkpoint` knows, ready to generate.
 
     Raises:
         NeoXError: No such file, not a checkpoint, or one of something else.
     """
-    read_head(checkpoint)
+    path = Path(checkpoint)
+    ours = path.suffix == ".ckpt" or (path / ".metadata").exists() or not path.exists()
     try:
-        return NeoXLightning.load_from_checkpoint(checkpoint, map_location=device, weights_only=True).eval()
+        if ours:
+            read_head(checkpoint)
+            return NeoXLightning.load_from_checkpoint(checkpoint, map_location=device, weights_only=True).eval()
+        module = NeoXLightning(pretrained=checkpoint)
+        module.configure_model()
+        return module.to(device).eval()
     except NeoXError:
         raise
     except Exception as error:  # torch and pickle raise many kinds

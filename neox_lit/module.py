@@ -13,8 +13,10 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torchmetrics import MeanMetric
 
+from lightning_zero3 import empty_parameters, load_weights
 from neox_lit.adapters import load_adapter, save_adapter
 from neox_lit.cache import KVCache
+from neox_lit.checkpoints import open_checkpoint
 from neox_lit.config import NeoXConfig
 from neox_lit.data import Batch, TextDataModule
 from neox_lit.errors import NeoXError
@@ -41,6 +43,9 @@ class NeoXLightning(LightningModule):
         config: The model's shape. Give this or `preset`.
         preset: A published size, e.g. 'pythia-70m' or 'gpt-neox-20b'.
         overrides: Fields of the preset to replace, e.g. {n_layers: 2}.
+        pretrained: A checkpoint of GPT-NeoX, Hugging Face or this package to begin with, any format that
+            `open_checkpoint` knows. It gives the shape, too, unless `config` or `preset` does. Under `Zero3Strategy`
+            each rank reads only its part. A resumed run takes its weights from its own checkpoint.
         lr: Peak learning rate.
         betas: AdamW's decay rates of the moments.
         eps: AdamW's term in the denominator.
@@ -63,6 +68,7 @@ class NeoXLightning(LightningModule):
         config: NeoXConfig | None = None,
         preset: str | None = None,
         overrides: dict[str, Any] | None = None,
+        pretrained: str | None = None,
         lr: float = 6e-4,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -76,7 +82,10 @@ class NeoXLightning(LightningModule):
         int8_threshold: float = 6.0,
     ) -> None:
         super().__init__()
+        if pretrained is not None and config is None and preset is None:
+            config = open_checkpoint(pretrained).require_config()
         self.config = _resolve(config, preset, overrides)
+        self.pretrained = pretrained
         check_choice(trainable, lora is not None)
         for name, value, ok, what in (
             ("lr", lr, lr > 0, "positive"),
@@ -128,13 +137,24 @@ class NeoXLightning(LightningModule):
     def configure_model(self) -> None:
         """Build the model, once: its weights, then int8, then adapters, and what is frozen."""
         if self.model is None:
-            model = NeoXModel(self.config)
+            resumed = self._trainer is not None and self.trainer.ckpt_path is not None
+            model = NeoXModel(self.config) if self.pretrained is None or resumed else self._from_files(self.pretrained)
             if self.int8:
                 to_int8(model, self.int8_threshold)
             if self.lora is not None:
                 add_lora(model, self.lora)
             set_trainable(model, self.trainable)
             self.model = model
+
+    def _from_files(self, path: str) -> NeoXModel:
+        """The model with a checkpoint's weights, in the dtype of the run."""
+        checkpoint = open_checkpoint(path, self.config)
+        if checkpoint.tokenizer is not None:
+            self._take_tokenizer(TextTokenizer.from_json(checkpoint.tokenizer))
+        with empty_parameters():
+            model = NeoXModel(self.config)
+        load_weights(model, checkpoint.tensors)
+        return model
 
     def setup(self, stage: str) -> None:
         """Check that model and data fit before anything is trained, and take the data's tokenizer."""
@@ -325,7 +345,7 @@ class NeoXLightning(LightningModule):
 def _resolve(config: NeoXConfig | None, preset: str | None, overrides: dict[str, Any] | None) -> NeoXConfig:
     """The config that a user's three ways of saying it mean."""
     if config is None and preset is None:
-        raise NeoXError("neither model.config nor model.preset is given; set one")
+        raise NeoXError("none of model.config, model.preset and model.pretrained is given; set one")
     if preset is not None:
         if config is not None:
             raise NeoXError(f"model.preset={preset!r} and model.config are both given; set one of them to null")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,6 +25,5 @@ def load_model(path: str | Path, config: NeoXConfig | None = None, dtype: torch.
         (dtype,) = by_dtype
     with empty_parameters():
         model = NeoXModel(checkpoint.require_config()).to(dtype)
-    tensors: dict[str, Any] = dict(checkpoint.tensors)
-    load_weights(model, tensors)
+    load_weights(model, checkpoint.tensors)
     return model
