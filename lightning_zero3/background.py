@@ -36,7 +36,7 @@ class BackgroundWriter:
 
     def check(self, comm: Communicator) -> None:
         """Raise what went wrong in the background, if a rank knows by now: on all ranks here, at the same step."""
-        if self._pending is not None and any(comm.all_objects(self._pending.done())):
+        if self._pending is not None and comm.any(self._pending.done()):
             self.wait()
 
     def wait(self) -> None:

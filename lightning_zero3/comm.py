@@ -232,6 +232,13 @@ class Communicator:
             tensor.masked_fill_(any_nan, float("nan"))
         return tensor
 
+    def any(self, mine: bool) -> bool:
+        """Whether it is so on any rank."""
+        flag = torch.tensor([mine], dtype=torch.uint8)
+        if self.world_size > 1:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._groups.control)
+        return bool(flag)
+
     @property
     def control(self) -> dist.ProcessGroup:
         """The gloo group of these ranks, for messages between hosts."""

@@ -71,6 +71,9 @@ class ImaginedRanks(Communicator):
     def max(self, tensor: Tensor) -> Tensor:
         return tensor
 
+    def any(self, mine: bool) -> bool:
+        return mine
+
     def all_objects(self, obj: Any) -> list[Any]:
         return [obj] * self.world_size
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -21,25 +20,9 @@ from lightning_zero3.report import human
 from lightning_zero3.weights import empty_parameters
 from lightning_zero3.wrap import choose
 
-__all__ = ["Planned", "comparison", "nbytes", "plan_config", "plot", "table", "variants_of"]
+__all__ = ["Planned", "comparison", "plan_config", "plot", "table", "variants_of"]
 
 _DEFAULT_MODEL = "neox_lit.NeoXLightning"  # of a YAML without `class_path`, as those of neox-lit are
-
-_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-
-
-def nbytes(text: str) -> int:
-    """Bytes of "80GiB", "16 GB" or "1000".
-
-    Raises:
-        Zero3Error: no number, or no such unit.
-    """
-    found = re.fullmatch(r"\s*([\d.]+)\s*([kMGT]i?)?B?(/s)?\s*", text)
-    try:
-        assert found is not None
-        return int(float(found[1]) * _UNITS[found[2] or ""])
-    except (AssertionError, ValueError, KeyError) as error:
-        raise Zero3Error(f"{text!r} is no number of bytes; write 80GiB or 16GB, for example") from error
 
 
 class Planned:
@@ -91,13 +74,11 @@ class Planned:
         return offers()
 
 
-def plan_config(path: str, world_size: int | None, accelerator: str | None, changes: dict[str, Any]) -> Planned:
+def plan_config(path: str, changes: dict[str, Any]) -> Planned:
     """What a YAML plans.
 
     Args:
         path: of a YAML as `neox-lit fit --config` or another LightningCLI takes it.
-        world_size: default `trainer.devices` times `trainer.num_nodes`.
-        accelerator: default `trainer.accelerator`, "cuda" for "gpu" and "auto".
         changes: dotted keys and their values, which replace those of the YAML.
 
     Raises:
@@ -122,15 +103,12 @@ def plan_config(path: str, world_size: int | None, accelerator: str | None, chan
             place = place[section]
         place[last] = value
     trainer = config.get("trainer") or {}
-    if world_size is None:
-        devices, nodes = trainer.get("devices", "auto"), trainer.get("num_nodes") or 1
-        devices = len(devices) if isinstance(devices, list) else devices
-        if not isinstance(devices, int) or devices < 1:
-            raise Zero3Error(f"{path} has trainer.devices={devices!r}; say how many with --devices")
-        world_size = devices * nodes
-    if accelerator is None:
-        accelerator = "cpu" if trainer.get("accelerator") == "cpu" else "cuda"
-    return Planned(config, world_size, accelerator)
+    devices, nodes = trainer.get("devices", "auto"), trainer.get("num_nodes") or 1
+    devices = len(devices) if isinstance(devices, list) else devices
+    if not isinstance(devices, int) or devices < 1:
+        raise Zero3Error(f"{path} has trainer.devices={devices!r}; say how many with --devices")
+    accelerator = "cpu" if trainer.get("accelerator") == "cpu" else "cuda"  # of "gpu" and "auto", too
+    return Planned(config, devices * nodes, accelerator)
 
 
 def _maker(config: dict[str, Any]) -> Callable[[], Any]:
@@ -261,6 +239,9 @@ def plot(planned: Planned, batch_size: int, path: str) -> None:
         axes.plot(ranks, [size / 2**30 for size in sizes], marker="o", label=name)
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="model states per rank, GiB")
     axes.set_xticks(ranks, [str(n) for n in ranks])
+    axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_formatter("{x:.3g}")
+    axes.yaxis.set_minor_formatter("{x:.3g}")
     axes.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -39,8 +39,9 @@ from lightning_zero3.evenly import EvenSteps, evaluation_batches, training_batch
 from lightning_zero3.loading import let_lightning_load_directories
 from lightning_zero3.optim import ShardedOptimizers
 from lightning_zero3.precision import PRECISIONS, MixedPrecisionMixin, TruePrecisionMixin, Zero3PrecisionMixin
-from lightning_zero3.registry import register_strategies, register_with_pytorch_lightning
+from lightning_zero3.registry import register_strategies
 from lightning_zero3.report import Report
+from lightning_zero3.requeue import requeue_between_steps
 from lightning_zero3.shard import (
     engine_of,
     full_state_dict,
@@ -275,6 +276,7 @@ class Zero3StrategyMixin(_Base):
             refuse_loggers(trainer.loggers)
         self.accelerator.setup(trainer)
         trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm
+        requeue_between_steps(trainer, self, self._pl)
         module = self.lightning_module
         if engine_of(module) is None:
             self.precision_plugin.convert_module(module)
@@ -435,8 +437,8 @@ class Zero3StrategyMixin(_Base):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.state_dict_type == "full":
             if type(self.checkpoint_io).__name__ == "TorchCheckpointIO" and storage_options is None:
-                if self.is_global_zero:
-                    durable.save(checkpoint, filepath)
+                comm = None if self._engine is None else self._engine.comm
+                sharded_checkpoint.on_first(comm, lambda: durable.save(checkpoint, filepath), filepath)
             else:
                 super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
             return
@@ -459,18 +461,28 @@ class Zero3StrategyMixin(_Base):
             self._background = BackgroundWriter()
         self._background.write(path, entries, extra)
 
-    def remove_checkpoint(self, filepath: Any) -> None:
+    def wait_for_checkpoint(self) -> None:
+        """Return when the checkpoint that `save_async` writes in the background, if any, is complete.
+
+        Raises:
+            Zero3Error: it could not be written.
+        """
         if self._background is not None:
-            self._background.wait()  # the one that makes the old one superfluous must be complete
+            self._background.wait()
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self.wait_for_checkpoint()  # the one that makes the old one superfluous must be complete
         super().remove_checkpoint(filepath)  # type: ignore[misc]
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        if self._background is not None:
-            self._background.wait()
+        self.wait_for_checkpoint()
         if sharded_checkpoint.is_sharded_checkpoint(checkpoint_path):
             comm = Communicator(device=self.root_device, timeout=self._timeout)
             return sharded_checkpoint.load(checkpoint_path, comm, weights_only)
-        return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc]
+        try:
+            return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc]
+        except (RuntimeError, EOFError) as error:  # torch does not say of which file
+            raise Zero3Error(f"cannot read the checkpoint {checkpoint_path}: {error}") from error
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         state, module = checkpoint["state_dict"], self.lightning_module
@@ -613,4 +625,3 @@ class Zero3Strategy(Zero3StrategyMixin, ParallelStrategy):
 
 register_strategies(Zero3Strategy, StrategyRegistry)
 let_lightning_load_directories("lightning.pytorch", "lightning.fabric")
-register_with_pytorch_lightning()

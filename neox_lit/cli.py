@@ -115,7 +115,7 @@ class NeoXCLI(LightningCLI):
     """LightningCLI, but what the user says about the model counts when there is a checkpoint too.
 
     Lightning would replace every model option by the checkpoint's, `--model.lr` on a resumed run included. Here the
-    checkpoint gives the model's shape, and only if the user gives none.
+    checkpoint gives the model's shape, and only if the user gives none; and so what trains, adapters and int8.
     """
 
     def _parse_ckpt_path(self) -> None:
@@ -124,7 +124,11 @@ class NeoXCLI(LightningCLI):
         path = options.get("ckpt_path")
         if not path or path in ("best", "last", "hpc", "registry") or "://" in str(path):
             return
-        shape = read_head(path).get("hyper_parameters", {}).get("config") or {}
+        saved = read_head(path).get("hyper_parameters", {})
+        shape = saved.get("config") or {}
+        if options.model.trainable == "all" and not options.model.int8:
+            tuned = {name: saved[name] for name in ("trainable", "lora", "int8", "int8_threshold") if name in saved}
+            self.config = self.parser.parse_object({command: {"model": tuned}}, self.config)
         if options.model.config is None and options.model.preset is None:
             self.config = self.parser.parse_object({command: {"model": {"config": shape}}}, self.config)
         elif options.model.config is not None:
