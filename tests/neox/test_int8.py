@@ -14,7 +14,8 @@ from torch import nn
 from lightning_zero3 import empty_parameters, load_weights, shard_module, until_sharded
 from lightning_zero3.plan import plan
 from lightning_zero3.shard import full_state_dict
-from neox_lit import Int8Linear, NeoXError, NeoXLightning, NeoXModel, to_int8
+from neox_lit import Int8Linear, NeoXError, NeoXLightning, NeoXModel, add_lora, to_int8
+from neox_lit.finetune import set_trainable
 from neox_lit.int8 import LINEARS
 from tests.harness import assert_same, distributed
 from tests.harness.oracles import fit
@@ -133,6 +134,25 @@ def test_what_trains_beside_int8_trains_like_ddp_and_int8_travels(trainable):
     assert traffic.sent.reduce_bytes == traffic.report.gradients[0]
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
+@distributed(world=2)
+def test_other_precisions_keep_the_scales(precision):
+    def make():
+        return module(int8=True, trainable="lora")
+
+    ours, ddp = (fit(s, make, loader(), steps=2, precision=precision) for s in (zero3(), "ddp"))
+    assert_same(ours.losses, ddp.losses, rtol=2e-2)
+    torch.set_default_dtype({"16-true": torch.float16, "bf16-true": torch.bfloat16}.get(precision, torch.float32))
+    try:
+        start = make()
+        start.configure_model()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    scales = {name: p.detach() for name, p in start.named_parameters() if name.endswith("scale")}
+    assert {p.dtype for p in scales.values()} == {torch.float32}
+    assert_same({name: ours.weights[name] for name in scales}, scales, rtol=0, atol=0)
+
+
 @distributed(world=2)
 def test_int8_beside_adapters_is_saved_loaded_and_resumed_in_either_form(tmp_path):
     def make():
@@ -161,11 +181,15 @@ def test_weights_go_from_files_into_int8_shards():
         model = NeoXModel(tiny())
     with until_sharded():
         load_weights(model, source.state_dict())
-        to_int8(model)
-    assert all(p.is_meta for p in model.parameters())
+        add_lora(to_int8(model))
+    set_trainable(model, "lora")
+    assert all(p.is_meta for name, p in model.named_parameters() if ".lora." not in name)
     shard_module(model, zero3().auto_wrap_policy)
     expected = to_int8(source)
-    assert_same(full_state_dict(model, rank0_only=False), expected.state_dict(), rtol=0, atol=0)
+    full = full_state_dict(model, rank0_only=False)
+    assert len(full) == len(expected.state_dict()) + 2 * 2 * 4
+    assert_same({k: v for k, v in full.items() if ".lora." not in k}, expected.state_dict(), rtol=0, atol=0)
+    assert all(value.any() == k.endswith("A") for k, value in full.items() if ".lora." in k)
     with torch.no_grad():
         assert_same(model.eval()(IDS), expected(IDS), rtol=1e-5, atol=1e-5)
 
