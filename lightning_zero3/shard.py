@@ -237,8 +237,14 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bo
         problems += [f"missing: {key!r}" for key in mine if key not in state]
         problems += [f"unexpected: {key!r}" for key in state if key not in mine]
     for key, value in mine.items():
-        if key in state and isinstance(value, Tensor) and value.shape != state[key].shape:
+        if key not in state or not isinstance(value, Tensor):
+            continue
+        if value.shape != state[key].shape:
             problems.append(f"shape of {key!r}: {list(state[key].shape)} in the state dict, {list(value.shape)} here")
+        if layer_of(value) and state[key].dtype.is_floating_point and not value.dtype.is_floating_point:
+            problems.append(
+                f"dtype of {key!r}: {state[key].dtype} in the state dict, {value.dtype} here"
+            )  # no rounding
     if problems:
         raise Zero3Error(f"cannot load the state dict into {type(module).__name__}: " + "; ".join(problems))
 

@@ -318,7 +318,8 @@ class Zero3StrategyMixin(_Base):
         name, remedy = type(module).__name__, "Use the same, or load its checkpoint into a new module."
         stored = {c.dtype for layer in engine.layers for c in layer.chunks if c.dtype.is_floating_point}
         any_dtype = precision.mixed or precision.dtype is torch.float32  # "32-true" leaves every dtype as it is
-        same_precision = engine.policy == self._policy and (any_dtype or stored <= {precision.dtype})
+        # Some parameters keep their dtype whatever a module is cast to: scales of quantised weights.
+        same_precision = engine.policy == self._policy and (any_dtype or not stored or precision.dtype in stored)
         if not same_precision or engine.device != self.root_device:
             raise Zero3Error(
                 f"{name} was sharded by an earlier Trainer in another precision or on another device "

@@ -214,7 +214,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     """As if the input had not been quantised: its rounding has no useful gradient."""
     weight, scale = ctx.saved_tensors
-    return (grad * (scale / 127).to(grad.dtype)) @ weight.to(grad.dtype), None, None, None
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    return grad @ weight.to(grad.dtype).mul_(scale.to(wide)[:, None] / 127), None, None, None
 
 
 _int8_linear.register_autograd(_backward, setup_context=_setup)

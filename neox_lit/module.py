@@ -106,7 +106,7 @@ class NeoXLightning(LightningModule):
         self.warmup_steps = warmup_steps
         self.decay_steps = decay_steps
         self.min_lr_ratio = min_lr_ratio
-        self.trainable = trainable
+        self.trainable = trainable if isinstance(trainable, str) else list(trainable)
         options = LoRAOptions(**lora) if isinstance(lora, dict) else lora  # a dict if from a checkpoint
         self.lora = options or LoRAOptions() if trainable == "lora" else None
         self.int8, self.int8_threshold = int8, int8_threshold
@@ -123,7 +123,7 @@ class NeoXLightning(LightningModule):
                 "warmup_steps": warmup_steps,
                 "decay_steps": decay_steps,
                 "min_lr_ratio": min_lr_ratio,
-                "trainable": trainable,
+                "trainable": self.trainable,
                 "lora": self.lora.to_dict() if self.lora else None,
                 "int8": int8,
                 "int8_threshold": int8_threshold,

@@ -1,8 +1,9 @@
-"""int8: values of bitsandbytes, gradients of the dequantised weights; sharded as int8, trained beside, saved."""
+"""int8: values of bitsandbytes, gradients of dequantised weights; sharded as int8, trained beside, saved, loaded."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from torch import nn
 from lightning_zero3 import empty_parameters, load_weights, shard_module, until_sharded
 from lightning_zero3.plan import plan
 from lightning_zero3.shard import full_state_dict
-from neox_lit import Int8Linear, NeoXError, NeoXLightning, NeoXModel, to_int8
+from neox_lit import Int8Linear, NeoXError, NeoXLightning, NeoXModel, add_lora, to_int8
+from neox_lit.finetune import set_trainable
 from neox_lit.int8 import LINEARS
 from tests.harness import assert_same, distributed
 from tests.harness.oracles import fit
 from tests.neox.helpers import random_model, tiny
 from tests.neox.tuning import EXACT, Windows, built, loader, module, zero3
-from tests.strategy.runs import same_run
+from tests.strategy.runs import same_run, trainer
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -78,7 +80,7 @@ def test_outliers_stay_out_of_int8_and_gradients_are_those_of_the_dequantised_we
 def test_a_trained_model_keeps_its_logits_at_a_quarter_of_the_memory(trained):
     converted = NeoXLightning.load_from_checkpoint(trained.checkpoint, int8=True, weights_only=True).eval()
     plain = trained.module.eval().cpu()
-    ids = next(iter(trained.data.val_dataloader()))["input_ids"][:4]
+    ids = torch.randint(0, 512, (4, 32), generator=torch.Generator().manual_seed(0))
     ours, theirs = converted(ids), plain(ids)
     assert 0 < (ours - theirs).norm() < 0.02 * theirs.norm()
     for mine, its in zip(converted.model.blocks, plain.model.blocks, strict=True):
@@ -92,11 +94,13 @@ def test_a_trained_model_keeps_its_logits_at_a_quarter_of_the_memory(trained):
 
 
 class Traffic(Callback):
-    """Bytes of what each step fetches, the first one apart."""
+    """What the last step sent, and what there was to send."""
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.traffic = trainer.strategy.engine.comm.traffic
-        self.traffic.reset()
+        trainer.strategy.engine.comm.traffic.reset()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.sent = replace(trainer.strategy.engine.comm.traffic)
 
     def on_train_end(self, trainer, module):
         layers = trainer.strategy.engine.layers
@@ -126,8 +130,27 @@ def test_what_trains_beside_int8_trains_like_ddp_and_int8_travels(trainable):
     assert fixed[torch.float32] * 2 >= 32 * (3 + 1 + 4 + 1)  # the scales, kept in float32
     first, second, root = traffic.layers
     # A step fetches every block, and in backward the first one again: the last is still there, and so is the root.
-    assert traffic.traffic.fetch_bytes == 2 * first + second + root
-    assert traffic.traffic.reduce_bytes == sum(traffic.report.gradients[:1])
+    assert traffic.sent.fetch_bytes == 2 * first + second + root
+    assert traffic.sent.reduce_bytes == traffic.report.gradients[0]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
+@distributed(world=2)
+def test_other_precisions_keep_the_scales(precision):
+    def make():
+        return module(int8=True, trainable="lora")
+
+    ours, ddp = (fit(s, make, loader(), steps=2, precision=precision) for s in (zero3(), "ddp"))
+    assert_same(ours.losses, ddp.losses, rtol=2e-2)
+    torch.set_default_dtype({"16-true": torch.float16, "bf16-true": torch.bfloat16}.get(precision, torch.float32))
+    try:
+        start = make()
+        start.configure_model()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    scales = {name: p.detach() for name, p in start.named_parameters() if name.endswith("scale")}
+    assert {p.dtype for p in scales.values()} == {torch.float32}
+    assert_same({name: ours.weights[name] for name in scales}, scales, rtol=0, atol=0)
 
 
 @distributed(world=2)
@@ -138,8 +161,8 @@ def test_int8_beside_adapters_is_saved_loaded_and_resumed_in_either_form(tmp_pat
     settings = {"precision": "64-true", "enable_checkpointing": True}
     saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
     whole = fit(zero3(), make, loader(), steps=8, callbacks=[saving], **settings)
-    parts = ModelCheckpoint(tmp_path / "parts", filename="{step}")
-    fit(zero3(state_dict_type="sharded"), make, loader(), steps=4, callbacks=[parts], **settings)
+    parts = ModelCheckpoint(tmp_path / "parts", filename="{step}", every_n_train_steps=4, save_top_k=-1)
+    trainer(zero3(state_dict_type="sharded"), max_steps=4, callbacks=[parts], precision="64-true").fit(make(), loader())
     expected = whole._replace(losses=whole.losses[4:])
     for path in (tmp_path / "step=4.ckpt", tmp_path / "parts" / "step=4.ckpt"):
         resumed = fit(zero3(), make, loader(), steps=8, ckpt_path=str(path), precision="64-true")
@@ -158,11 +181,15 @@ def test_weights_go_from_files_into_int8_shards():
         model = NeoXModel(tiny())
     with until_sharded():
         load_weights(model, source.state_dict())
-        to_int8(model)
-    assert all(p.is_meta for p in model.parameters())
+        add_lora(to_int8(model))
+    set_trainable(model, "lora")
+    assert all(p.is_meta for name, p in model.named_parameters() if ".lora." not in name)
     shard_module(model, zero3().auto_wrap_policy)
     expected = to_int8(source)
-    assert_same(full_state_dict(model, rank0_only=False), expected.state_dict(), rtol=0, atol=0)
+    full = full_state_dict(model, rank0_only=False)
+    assert len(full) == len(expected.state_dict()) + 2 * 2 * 4
+    assert_same({k: v for k, v in full.items() if ".lora." not in k}, expected.state_dict(), rtol=0, atol=0)
+    assert all(value.any() == k.endswith("A") for k, value in full.items() if ".lora." in k)
     with torch.no_grad():
         assert_same(model.eval()(IDS), expected(IDS), rtol=1e-5, atol=1e-5)
 
