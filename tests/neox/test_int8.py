@@ -205,7 +205,7 @@ def test_weights_go_from_files_into_int8_shards():
 def test_a_plan_sees_that_int8_and_adapters_are_smaller():
     def planned(**options):
         batch = torch.utils.data.default_collate([Windows(1)[0]] * 2)
-        return plan(lambda: module(**options), lambda: batch, world_size=2, strategy=zero3(), precision="bf16-mixed")
+        return plan(lambda: module(**options), lambda _: batch, world_size=2, strategy=zero3(), precision="bf16-mixed")
 
     plain, lora, both = planned(), planned(trainable="lora"), planned(trainable="lora", int8=True)
     assert both.report.total[0] < lora.report.total[0] < plain.report.total[0]
