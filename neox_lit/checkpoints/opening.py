@@ -142,7 +142,8 @@ def _open_neox(path: Path, given: NeoXConfig | None, pieces: _Pieces) -> Checkpo
         if number not in prefixes:
             rank = min(r for n, r in pieces.states if n == number)
             raise NeoXError(
-                f"{path / pieces.name(number, rank)}: a model with n_layers={n_layers} has no layer number {number}"
+                f"{path / pieces.name(number, rank)}: a model with n_layers={n_layers} has no layer number {number}; "
+                f"here are {', '.join(map(str, numbers))}. Is it the config of these files?"
             )
     tp = 1 + max(rank for _, rank in pieces.states)
     if tp > 1 and config is None:

@@ -77,14 +77,19 @@ def checked(
             raise NeoXError(f"{place(name)}: {name!r} is missing{hint}")
     for name, tensor in tensors.items():
         if name not in shapes:
-            raise NeoXError(f"{tensor.where} does not belong to a GPT-NeoX model with {_told(config, shapes)}")
+            raise NeoXError(
+                f"{tensor.where} does not belong to a GPT-NeoX model with {_told(config, shapes)}{_remedy(name)}"
+            )
         if tuple(tensor.shape) != shapes[name]:
             raise NeoXError(
                 f"{tensor.where} has shape {list(tensor.shape)}, expected {list(shapes[name])} in a model with "
                 f"{_told(config, shapes)}; are all tensor-parallel shards there, and is it this model's file?"
             )
         if not tensor.dtype.is_floating_point:
-            raise NeoXError(f"{tensor.where} is {tensor.dtype}, a parameter must be floating point")
+            raise NeoXError(
+                f"{tensor.where} is {tensor.dtype}, a parameter must be floating point. Of an int8 model take the "
+                "checkpoint that it was made from"
+            )
     return {name: tensors[name] for name in shapes}
 
 
@@ -119,6 +124,12 @@ def _shapes_among(tensors: Mapping[str, LazyTensor], place: Callable[[str], str]
         if len(tensor.shape) != 2:
             raise NeoXError(f"{tensor.where} has shape {list(tensor.shape)}, expected a matrix")
     return shapes_of(embedding.shape[0], embedding.shape[1], max(blocks) + 1, ffn.shape[0])
+
+
+def _remedy(name: str) -> str:
+    if ".lora." in name:
+        return "; that is an adapter: merge_lora(model) and remove_lora(model), and save the result"
+    return ""
 
 
 def _told(config: NeoXConfig | None, shapes: Mapping[str, tuple[int, ...]]) -> str:

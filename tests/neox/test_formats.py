@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from torch import nn
 
 from lightning_zero3 import Zero3Error, full_state_dict, gather_parameters, shard_module, until_sharded
 from neox_lit import NeoXError, NeoXModel, TransformerLayer, open_checkpoint, save_hf, save_neox
@@ -554,6 +555,20 @@ def test_each_rank_reads_its_part_of_tensor_parallel_shards(world, tmp_path):
         if dist.get_rank() == 0:
             save_hf(loaded, tmp_path / "hf")
             assert same_bits(model, NeoXModel.from_checkpoint(tmp_path / "hf"))
+
+
+def test_adapters_must_be_merged_and_int8_is_not_written(tmp_path):
+    from neox_lit.lora import add_lora, merge_lora, remove_lora
+
+    model = random_model(tiny())
+    add_lora(model)
+    with pytest.raises(NeoXError, match=r"lora.A' does not belong .*merge_lora\(model\) and remove_lora\(model\)"):
+        save_hf(model, tmp_path / "x")
+    remove_lora(merge_lora(model))
+    save_hf(model, tmp_path / "x")
+    model.blocks[0].mlp.dense_h_to_4h.weight = nn.Parameter(torch.zeros(128, 32, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(NeoXError, match=r"dense_h_to_4h.weight' is torch.int8.*take the checkpoint"):
+        save_neox(model, tmp_path / "y")
 
 
 def test_convert_rejects_other_names(tmp_path, written):
