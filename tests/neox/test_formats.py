@@ -513,6 +513,8 @@ def test_converting_takes_the_memory_of_about_one_layer(tmp_path):
         print(peak() - before)
     """
     save_neox(NeoXModel(tiny(n_hidden=512, n_layers=8, n_heads=8)), tmp_path / "neox", tp=2)
+    size = sum(path.stat().st_size for path in (tmp_path / "neox").iterdir())
+    assert 100e6 < size < 103e6  # no file holds what another's tensors were cut from
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
         cwd=tmp_path,
@@ -523,6 +525,22 @@ def test_converting_takes_the_memory_of_about_one_layer(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 40  # MB; three layers' worth
+
+
+def test_a_range_of_a_merged_tensor_reads_its_rows_only(written, monkeypatch):
+    counted, read = [], InFile.read
+    monkeypatch.setattr(InFile, "read", lambda self, a, b: counted.append(b - a) or read(self, a, b))
+    tensors = open_checkpoint(written).tensors
+    for name in (
+        "blocks.1.mlp.dense_4h_to_h.weight",
+        "blocks.1.mlp.dense_h_to_4h.weight",
+        "blocks.1.mlp.dense_4h_to_h.bias",
+    ):
+        all_of_it, width = whole(tensors[name]).flatten(), tensors[name].shape[-1]
+        for start, stop in ((0, 0), (5, 9), (width - 1, width + 1), (all_of_it.numel() - 3, all_of_it.numel())):
+            counted.clear()
+            assert tensors[name].read(start, stop).equal(all_of_it[start:stop])
+            assert sum(counted) <= max(stop - start, 2 * width)
 
 
 @distributed(world=[2, 3])
