@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from torch import nn
 
 from lightning_zero3 import Zero3Error, full_state_dict, gather_parameters, shard_module, until_sharded
 from neox_lit import NeoXError, NeoXModel, TransformerLayer, open_checkpoint, save_hf, save_neox
@@ -512,6 +513,8 @@ def test_converting_takes_the_memory_of_about_one_layer(tmp_path):
         print(peak() - before)
     """
     save_neox(NeoXModel(tiny(n_hidden=512, n_layers=8, n_heads=8)), tmp_path / "neox", tp=2)
+    size = sum(path.stat().st_size for path in (tmp_path / "neox").iterdir())
+    assert 100e6 < size < 103e6  # no file holds what another's tensors were cut from
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
         cwd=tmp_path,
@@ -522,6 +525,22 @@ def test_converting_takes_the_memory_of_about_one_layer(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 40  # MB; three layers' worth
+
+
+def test_a_range_of_a_merged_tensor_reads_its_rows_only(written, monkeypatch):
+    counted, read = [], InFile.read
+    monkeypatch.setattr(InFile, "read", lambda self, a, b: counted.append(b - a) or read(self, a, b))
+    tensors = open_checkpoint(written).tensors
+    for name in (
+        "blocks.1.mlp.dense_4h_to_h.weight",
+        "blocks.1.mlp.dense_h_to_4h.weight",
+        "blocks.1.mlp.dense_4h_to_h.bias",
+    ):
+        all_of_it, width = whole(tensors[name]).flatten(), tensors[name].shape[-1]
+        for start, stop in ((0, 0), (5, 9), (width - 1, width + 1), (all_of_it.numel() - 3, all_of_it.numel())):
+            counted.clear()
+            assert tensors[name].read(start, stop).equal(all_of_it[start:stop])
+            assert sum(counted) <= max(stop - start, 2 * width)
 
 
 @distributed(world=[2, 3])
@@ -554,6 +573,20 @@ def test_each_rank_reads_its_part_of_tensor_parallel_shards(world, tmp_path):
         if dist.get_rank() == 0:
             save_hf(loaded, tmp_path / "hf")
             assert same_bits(model, NeoXModel.from_checkpoint(tmp_path / "hf"))
+
+
+def test_adapters_must_be_merged_and_int8_is_not_written(tmp_path):
+    from neox_lit.lora import add_lora, merge_lora, remove_lora
+
+    model = random_model(tiny())
+    add_lora(model)
+    with pytest.raises(NeoXError, match=r"lora.A' does not belong .*merge_lora\(model\) and remove_lora\(model\)"):
+        save_hf(model, tmp_path / "x")
+    remove_lora(merge_lora(model))
+    save_hf(model, tmp_path / "x")
+    model.blocks[0].mlp.dense_h_to_4h.weight = nn.Parameter(torch.zeros(128, 32, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(NeoXError, match=r"dense_h_to_4h.weight' is torch.int8.*take the checkpoint"):
+        save_neox(model, tmp_path / "y")
 
 
 def test_convert_rejects_other_names(tmp_path, written):

@@ -96,7 +96,6 @@ def test_load_state_changes_nothing_when_shards_do_not_fit():
 
 
 def test_int8_of_the_blocks_only(tmp_path):
-    pytest.importorskip("neox_lit.int8", exc_type=ImportError)
     pytest.importorskip("bitsandbytes")
     save_neox(random_model(tiny(**SHAPE)), tmp_path / "x", tp=2)
     layers = list(LayerGenerator(**SHAPE, checkpoint=tmp_path / "x", is_llm_int8=True).load())
