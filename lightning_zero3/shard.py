@@ -169,7 +169,8 @@ def full_state_dict(
     layers = _layers(module)
     take = only or (lambda name: True)
     if not layers:
-        return {key: value for key, value in module.state_dict().items() if take(key)}
+        state = module.state_dict()
+        return state if only is None else {key: value for key, value in state.items() if only(key)}
     engine = layers[0].engine
     engine.comm.together("full_state_dict()")
     state = {key: value for key, value in _bare_state_dict(module, engine).items() if take(key)}
