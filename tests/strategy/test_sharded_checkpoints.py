@@ -414,7 +414,7 @@ def test_killed_at_any_moment_of_saving_the_newest_complete_one_loads(tmp_path):
 def test_best_last_hpc_and_paths_name_directories_too(tmp_path):
     """L10: in every stage, on the Trainer that wrote them and on another."""
     root = tmp_path / "root"
-    keep = ModelCheckpoint(tmp_path / "kept", monitor="val_loss", mode="max", save_last=True)
+    keep = ModelCheckpoint(tmp_path / "kept", monitor="val_loss", mode="max", save_top_k=-1, save_last=True)
     t = trainer(zero3(state_dict_type="sharded"), max_epochs=2, callbacks=[keep], default_root_dir=root)
     module = Task(make_mlp(), with_schedule)
     t.fit(module, common_batches(), common_batches())
@@ -431,7 +431,7 @@ def test_best_last_hpc_and_paths_name_directories_too(tmp_path):
     whole = Task(make_mlp(), with_schedule)
     trainer("ddp", max_epochs=3).fit(whole, common_batches())
     for name in ("last", "hpc"):
-        keep = ModelCheckpoint(tmp_path / "kept", monitor="val_loss", mode="max", save_last=True)
+        keep = ModelCheckpoint(tmp_path / "kept", monitor="val_loss", mode="max", save_top_k=-1, save_last=True)
         t = trainer(zero3(), max_epochs=3, callbacks=[keep], default_root_dir=root)
         again = Task(make_mlp(), with_schedule)
         t.fit(again, common_batches(), common_batches(), ckpt_path=name)
