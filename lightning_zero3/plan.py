@@ -300,7 +300,7 @@ def _optimizers(module: Any, strategy: Any) -> list[Optimizer]:
 
 
 def _step(module: Any, strategy: Any, optimizers: list[Optimizer], batch: Any, micro_batches: int) -> None:
-    """Forward and backward of each micro-batch; gradients of the step before last until then, as in Lightning's loop."""
+    """Forward and backward of each micro-batch. As in Lightning's loop, forward finds the last step's gradients."""
     for micro in range(micro_batches):
         last = micro == micro_batches - 1
         context = torch.enable_grad() if last else strategy.block_backward_sync()
