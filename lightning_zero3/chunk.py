@@ -33,6 +33,9 @@ class PrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
 
 
+_BLOCK = 1 << 21  # elements read from a file at a time: copied while they are in the cache, and next to no memory
+
+
 class Segment(NamedTuple):
     """The part of a trainable chunk that belongs to one optimizer parameter group.
 
@@ -106,7 +109,7 @@ class Chunk:
 
     def _shard(self, comm: Communicator, device: torch.device) -> Tensor:
         if all(waiting_for(p) is not None for p in self.params):
-            return torch.zeros(self.size, dtype=self.dtype, device=device)
+            return torch.empty(self.size, dtype=self.dtype, device=device)  # for `fill`
         flat = None
         if comm.rank == 0:
             flat = torch.zeros(self.total, dtype=self.dtype, device=device)
@@ -121,10 +124,16 @@ class Chunk:
     @torch.no_grad()
     def fill(self) -> None:
         """Read this rank's part of the parameters that wait for it from their files."""
+        filled = 0
         for index, part, here in self.pieces():
+            self.data[filled : here.start] = 0  # padding
+            filled = here.stop
             source = waiting_for(self.params[index])
             if source is not None:
-                self.data[here] = read(source, part.start, part.stop)
+                for lo in range(part.start, part.stop, _BLOCK):
+                    hi, at = min(lo + _BLOCK, part.stop), here.start + lo - part.start
+                    self.data[at : at + hi - lo] = read(source, lo, hi)
+        self.data[filled:] = 0
         for param in self.params:
             arrived(param)
 
