@@ -13,6 +13,7 @@ import jsonargparse
 import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import lightning_zero3  # noqa: F401  registers strategy names, and its classes can be named in YAML
 from lightning_zero3 import Zero3Error
@@ -30,10 +31,12 @@ def generate(
     temperature: float = 0.8,
     top_k: int = 0,
     top_p: float = 0.95,
+    repetition_penalty: float = 1.0,
+    stop: list[str] | None = None,
     seed: int = 0,
     device: str | None = None,
 ) -> None:
-    """Continue a text with a trained model and print prompt and continuation.
+    """Continue a text with a trained model and print prompt and continuation, word by word as it comes.
 
     Args:
         checkpoint: A .ckpt, file or directory, that `neox-lit fit` wrote.
@@ -42,12 +45,22 @@ def generate(
         temperature: Divides the logits; 0 takes the likeliest token always.
         top_k: Choose among the k likeliest tokens only; 0 is no limit.
         top_p: Choose among the likeliest tokens that together have this probability; 1 is no limit.
+        repetition_penalty: Makes tokens that the text has already less likely; 1 is none, 1.2 a common choice.
+        stop: A list of texts, e.g. '["\\n\\n"]'; generation ends before the first of them.
         seed: The same seed gives the same text.
         device: 'cpu', 'cuda', 'cuda:1', ... By default a GPU if there is one.
     """
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    sampling = Sampling(
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, repetition_penalty=repetition_penalty
+    )
     module = load_module(checkpoint, device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    print(prompt + module.complete(prompt, max_new_tokens, sampling))
+    start = [prompt]  # printed with the first piece: an error in the settings comes before any text
+
+    def write(text: str) -> None:
+        print(start.pop() + text if start else text, end="", flush=True)
+
+    module.complete(prompt, max_new_tokens, sampling, stop=stop or (), write=write)
+    print("".join(start))
 
 
 def load_module(checkpoint: str, device: str = "cpu") -> NeoXLightning:
@@ -158,7 +171,8 @@ def main(args: Sequence[str] | None = None) -> None:
         ours = _ours(error)
         if ours is None:
             raise
-        sys.exit(f"neox-lit: error: {ours}")
+        said = getattr(ours, "on_all_ranks", False) and rank_zero_only.rank > 0
+        sys.exit(1 if said else f"neox-lit: error: {ours}")
 
 
 def _ours(error: BaseException | None) -> BaseException | None:
