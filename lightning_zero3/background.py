@@ -34,9 +34,9 @@ class BackgroundWriter:
         content = durable.saved(extra)
         self._pending = self._thread.submit(sharded_checkpoint.write, path, copies, content, self._comm)
 
-    def check(self) -> None:
-        """Raise what went wrong in the background, if it is known by now."""
-        if self._pending is not None and self._pending.done():
+    def check(self, comm: Communicator) -> None:
+        """Raise what went wrong in the background, if a rank knows by now: on all ranks here, at the same step."""
+        if self._pending is not None and comm.any(self._pending.done()):
             self.wait()
 
     def wait(self) -> None:

@@ -10,9 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_zero3 import compat
 from lightning_zero3.comm import Communicator
 from lightning_zero3.errors import Zero3Error
 from lightning_zero3.layout import Layout
+from lightning_zero3.weights import arrived, read, waiting_for
 
 __all__ = ["Chunk", "PrecisionPolicy", "Segment"]
 
@@ -22,8 +24,8 @@ class PrecisionPolicy:
     """Which dtypes trainable parameters take on their way.
 
     Attributes:
-        param_dtype: of gathered floating-point parameters that train; default as stored, as frozen ones always travel.
-            With a smaller dtype the chunk is the master copy: it is cast once per fetch, before it travels.
+        param_dtype: of gathered floating-point matrices that train; default as stored, as vectors and frozen ones
+            always travel. The chunk is then the master copy: it is cast once per fetch, before it travels.
         reduce_dtype: of gradients while they are reduced; default as the chunk is stored. They land in the chunk's.
     """
 
@@ -103,6 +105,8 @@ class Chunk:
         self.park()
 
     def _shard(self, comm: Communicator, device: torch.device) -> Tensor:
+        if all(waiting_for(p) is not None for p in self.params):
+            return torch.zeros(self.size, dtype=self.dtype, device=device)
         flat = None
         if comm.rank == 0:
             flat = torch.zeros(self.total, dtype=self.dtype, device=device)
@@ -113,6 +117,16 @@ class Chunk:
         part = torch.zeros(self.size, dtype=self.dtype, device=device)
         comm.scatter(None if flat is None else flat.view(torch.uint8), part.view(torch.uint8))
         return part
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Read this rank's part of the parameters that wait for it from their files."""
+        for index, part, here in self.pieces():
+            source = waiting_for(self.params[index])
+            if source is not None:
+                self.data[here] = read(source, part.start, part.stop)
+        for param in self.params:
+            arrived(param)
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -135,7 +149,7 @@ class Chunk:
         """Raise if someone wrote to, moved or cast a parameter since `park`."""
         self.check_in_place()
         wrong = next((i for i, p in enumerate(self.params) if p._version != self._versions[i]), None)
-        if wrong is None and not self._scalars.is_cuda:  # `.data` writes leave no version; reading CUDA would stall it
+        if wrong is None and compat.readable(self._scalars):  # `.data` writes leave no version
             value = _poison(self.dtype)
             intact = self._scalars == value if value == value else self._scalars.isnan()
             wrong = None if intact.all() else int((~intact).nonzero()[0])
@@ -148,7 +162,7 @@ class Chunk:
     def check_in_place(self) -> None:
         """Raise if someone replaced, moved or cast a parameter since `point_to`."""
         for name, param, view in zip(self.names, self.params, self._pointed_to, strict=True):
-            if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype:
+            if compat.address(param) != compat.address(view) or param.dtype != view.dtype:
                 raise Zero3Error(
                     f"parameter {name!r} of layer {self.layer!r} was replaced, moved or cast while sharded "
                     f"(expected {self.dtype} on {self._scalars.device}). Call .to(), .half() or load weights before "

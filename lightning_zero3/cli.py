@@ -1,4 +1,6 @@
-"""`zero3`: a look at checkpoints and at what is installed, from the shell."""
+"""`zero3`: a look at checkpoints and at what is installed, and one file made of many, from the shell."""
+
+# What takes long to import (torch) is imported by the command that needs it.
 
 from __future__ import annotations
 
@@ -6,15 +8,11 @@ import argparse
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-from lightning_zero3 import sharded_checkpoint
 from lightning_zero3.errors import Zero3Error
 
 __all__ = ["main"]
@@ -22,18 +20,17 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="zero3", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    inspect = commands.add_parser("inspect", help="print what a checkpoint contains, without loading the weights")
-    inspect.add_argument(
-        "path", help="a .ckpt of Lightning, a file or a directory, or a state dict saved by torch.save"
-    )
-    inspect.add_argument("--optimizer", action="store_true", help="list optimizer state, too")
-    commands.add_parser("env", help="print versions and devices")
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant here
     try:
         if args.command == "inspect":
+            from lightning_zero3.inspection import inspect_checkpoint
+
             print(inspect_checkpoint(args.path, args.optimizer))
+        elif args.command == "consolidate":
+            _consolidate(args)
+        elif args.command == "plan":
+            _plan(args)
         else:
             print(environment())
     except Zero3Error as error:
@@ -42,62 +39,124 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def inspect_checkpoint(path: str, optimizer: bool = False) -> str:
-    """Names, shapes, dtypes and bytes of the tensors in a checkpoint, full or sharded. Tensors are not read.
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="zero3", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    inspect = commands.add_parser("inspect", help="print what a checkpoint contains, without reading the weights")
+    inspect.add_argument(
+        "path", help="a .ckpt of Lightning, a file or a directory; a state dict saved by torch.save; .safetensors files"
+    )
+    inspect.add_argument("--optimizer", action="store_true", help="list optimizer state, too")
+    consolidate = commands.add_parser(
+        "consolidate",
+        help="write a sharded checkpoint as one file, or as .safetensors",
+        description="Write a sharded checkpoint as one file, or as .safetensors, tensor by tensor.",
+    )
+    consolidate.add_argument("source", metavar="DIR", help="the sharded checkpoint")
+    consolidate.add_argument(
+        "out",
+        metavar="OUT",
+        help=".ckpt (or .pt): the checkpoint of state_dict_type='full'; .safetensors: the weights, one file; a name "
+        "without suffix, or one that ends in /: a directory of .safetensors files",
+    )
+    consolidate.add_argument("--weights-only", action="store_true", help="in a .pt: the plain state dict")
+    consolidate.add_argument("--max-shard-size", type=_size, metavar="SIZE", help="of files in a directory; 5GB")
+    consolidate.add_argument("--force", action="store_true", help="replace what is there")
+    consolidate.add_argument(
+        "--trust", action="store_true", help="let the checkpoint hold your own classes, which may run code"
+    )
+    plan = commands.add_parser(
+        "plan",
+        help="print what each rank of a run will take, before it runs",
+        description="Print what each rank of a run will take. A step of it is run on ranks that do not exist, with "
+        "tensors that have no memory, so this takes seconds on any machine.",
+    )
+    plan.add_argument("--config", required=True, metavar="YAML", help="as for `neox-lit fit` or another LightningCLI")
+    plan.add_argument("--devices", type=int, help="ranks of a node; default trainer.devices")
+    plan.add_argument("--nodes", type=int, help="default trainer.num_nodes, or 1 with --devices")
+    plan.add_argument("--accelerator", choices=("cpu", "cuda"), help="default trainer.accelerator")
+    plan.add_argument("--batch-size", type=int, help="samples of a micro-batch; default data.batch_size")
+    plan.add_argument(
+        "--memory", type=_size, metavar="SIZE", help="of a device, 80GiB for example: what is the largest micro-batch?"
+    )
+    plan.add_argument(
+        "--bandwidth", type=_size, metavar="SIZE", help="bytes that a rank sends in a second, 50GB for example"
+    )
+    plan.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="replace something in the YAML; repeatable"
+    )
+    plan.add_argument("--compare", action="store_true", help="also with other precisions, checkpointing, LoRA, ...")
+    plan.add_argument("--plot", metavar="PNG", help="draw memory against ranks, for DDP and ZeRO stages 1 to 3")
+    commands.add_parser("env", help="print versions and devices")
+    return parser
 
-    Raises:
-        Zero3Error: no such file, not a file of torch.save, an incomplete directory, or pickled classes in it.
-    """
-    if os.path.isdir(path):
-        return _inspect_directory(path, optimizer)
-    if not os.path.isfile(path):
-        raise Zero3Error(f"{path}: no such file")
+
+def _size(text: str) -> int:
+    from lightning_zero3.consolidate import parse_size
+
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        raise Zero3Error(
-            f"{path} is no checkpoint that torch.load(weights_only=True) can read ({type(error).__name__})"
-        ) from error
-    if not isinstance(content, dict):
-        raise Zero3Error(f"{path} holds a {type(content).__name__}, not a checkpoint or state dict")
-    state = content.get("state_dict", content)
-    lines = _progress(content)
-    lines += _table({k: v for k, v in state.items() if isinstance(v, Tensor)}, "weights")
-    for i, saved in enumerate(content.get("optimizer_states", [])):
-        tensors = {f"{n}.{k}": v for n, s in saved["state"].items() for k, v in s.items() if isinstance(v, Tensor)}
-        table = _table(tensors, f"optimizer {i}")
-        lines += table if optimizer else table[:1]
-    return "\n".join(lines)
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _inspect_directory(path: str, optimizer: bool) -> str:
-    tensors: dict[str, dict[str, Tensor]] = {}
-    for key, found in sharded_checkpoint.contents(path).state_dict_metadata.items():
-        if isinstance(found, TensorStorageMetadata):
-            what, _, name = key.partition(".")
-            entry = torch.empty(found.size, dtype=found.properties.dtype, device="meta")
-            tensors.setdefault(what, {})[name.removeprefix("state.")] = entry
-    files = [name for name in os.listdir(path) if name.endswith(".distcp")]
-    lines = [*_progress(sharded_checkpoint.read_extra(path)), f"written by {len(files)} ranks"]
-    for what, held in sorted(tensors.items(), key=lambda item: item[0] != "state_dict"):
-        table = _table(held, "weights" if what == "state_dict" else what.replace("_", " "))
-        lines += table if optimizer or not what.startswith("optimizer") else table[:1]
-    return "\n".join(lines)
+def _consolidate(args: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    from lightning_zero3.consolidate import consolidate
+
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(os.path.basename(args.out.rstrip("/")), total=None)
+        files = consolidate(
+            args.source,
+            args.out,
+            args.weights_only,
+            args.max_shard_size,
+            args.force,
+            args.trust,
+            lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    print("\n".join(files))
 
 
-def _progress(content: dict[str, Any]) -> list[str]:
-    return [f"{key}: {content[key]}" for key in ("epoch", "global_step", "pytorch-lightning_version") if key in content]
+def _plan(args: argparse.Namespace) -> None:
+    import yaml  # type: ignore[import-untyped]
 
+    from lightning_zero3 import plan_command as command
 
-def _table(tensors: dict[str, Tensor], what: str) -> list[str]:
-    nbytes = sum(t.nbytes for t in tensors.values())
-    width = max((len(n) for n in tensors), default=0)
-    head = f"{what}: {len(tensors)} tensors, {sum(t.numel() for t in tensors.values()):,} elements, {nbytes:,} bytes"
-    return [head] + [f"  {n:<{width}}  {str(t.dtype)[6:]:<9} {list(t.shape)}" for n, t in tensors.items()]
+    changes = {}
+    for text in args.set:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise Zero3Error(f"--set {text}: write KEY=VALUE, trainer.precision=bf16-mixed for example")
+        changes[key] = yaml.safe_load(value)
+    if args.devices is not None:
+        changes.update({"trainer.devices": args.devices, "trainer.num_nodes": args.nodes or 1})
+    elif args.nodes is not None:
+        changes["trainer.num_nodes"] = args.nodes
+    if args.accelerator is not None:
+        changes["trainer.accelerator"] = args.accelerator
+
+    def planned(more: dict[str, Any]) -> command.Planned:
+        return command.plan_config(args.config, {**changes, **more})
+
+    first = planned({})
+    batch_size = args.batch_size or first.batch_size
+    print(command.table(first, batch_size, args.memory, args.bandwidth))
+    if args.compare:
+        print("\n" + command.comparison(command.variants_of(planned, first), batch_size, args.memory))
+    if args.plot:
+        command.plot(first, batch_size, args.plot)
+        print(args.plot)
 
 
 def environment() -> str:
     """Versions and devices, for bug reports."""
+    import torch
+
     rows: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("lightning-zero3", "lightning", "pytorch-lightning"):
         try:

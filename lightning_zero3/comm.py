@@ -156,13 +156,7 @@ class Communicator:
             self.traffic.fetches += 1
             self.traffic.fetch_elements += flat.numel() * (self.world_size - 1) // self.world_size
             self.traffic.fetch_bytes += flat.nbytes * (self.world_size - 1) // self.world_size
-            if self.world_size == 1:
-                continue
-            if self._composed:
-                for part, src in zip(flat.chunk(self.world_size), self._ranks, strict=True):
-                    works.append(dist.broadcast(part, src, group=self._groups.fetch, async_op=True))
-            else:
-                works.append(compat.all_gather_single(flat, self.own(flat), group=self._groups.fetch, async_op=True))
+            works += self._all_gather(flat)
         return self._pending(f"fetch of {what}", works)
 
     def reduce(self, what: str, flats: list[Tensor]) -> Pending:
@@ -173,16 +167,26 @@ class Communicator:
             self.traffic.reduces += 1
             self.traffic.reduce_elements += flat.numel() * (self.world_size - 1) // self.world_size
             self.traffic.reduce_bytes += flat.nbytes * (self.world_size - 1) // self.world_size
-            if self.world_size == 1:
-                continue
-            if self._composed:
-                for part, dst in zip(flat.chunk(self.world_size), self._ranks, strict=True):
-                    works.append(dist.reduce(part, dst, group=self._groups.reduce, async_op=True))
-            else:
-                works.append(
-                    compat.reduce_scatter_single(self.own(flat), flat, group=self._groups.reduce, async_op=True)
-                )
+            works += self._reduce_scatter(flat)
         return self._pending(f"reduction of {what}", works)
+
+    def _all_gather(self, flat: Tensor) -> list[Any]:
+        if self.world_size == 1:
+            return []
+        group = self._groups.fetch
+        if not self._composed:
+            return [compat.all_gather_single(flat, self.own(flat), group=group, async_op=True)]
+        parts = zip(flat.chunk(self.world_size), self._ranks, strict=True)
+        return [dist.broadcast(part, src, group=group, async_op=True) for part, src in parts]
+
+    def _reduce_scatter(self, flat: Tensor) -> list[Any]:
+        if self.world_size == 1:
+            return []
+        group = self._groups.reduce
+        if not self._composed:
+            return [compat.reduce_scatter_single(self.own(flat), flat, group=group, async_op=True)]
+        parts = zip(flat.chunk(self.world_size), self._ranks, strict=True)
+        return [dist.reduce(part, dst, group=group, async_op=True) for part, dst in parts]
 
     def _pending(self, what: str, works: list[Any]) -> Pending:
         if not self._streams:
@@ -227,6 +231,13 @@ class Communicator:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._groups.reduce)
             tensor.masked_fill_(any_nan, float("nan"))
         return tensor
+
+    def any(self, mine: bool) -> bool:
+        """Whether it is so on any rank."""
+        flag = torch.tensor([mine], dtype=torch.uint8)
+        if self.world_size > 1:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._groups.control)
+        return bool(flag)
 
     @property
     def control(self) -> dist.ProcessGroup:

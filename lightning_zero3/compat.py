@@ -8,14 +8,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = [
+    "address",
     "all_gather_single",
     "current_graph_task",
     "enclosing_saved_tensor_hooks",
     "group_timeout",
     "in_functional_transform",
     "queue_end_of_backward",
+    "readable",
     "reduce_scatter_single",
     "references",
     "saved_tensor_hooks_enabled",
@@ -54,6 +58,16 @@ def in_functional_transform() -> bool:
 def references(storage: torch.UntypedStorage) -> int:
     """How many tensors look into `storage`, and who else holds it."""
     return torch._C._storage_Use_Count(storage._cdata)
+
+
+def address(tensor: Tensor) -> int:
+    """Where the first element lies; 0 of a tensor without memory."""
+    return 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether its values can be looked at for nothing: reading CUDA stalls it, and a plan's tensors have no values."""
+    return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import shutil
@@ -10,7 +11,7 @@ from typing import Any
 import fsspec
 import torch
 
-__all__ = ["beside", "is_local", "place_of", "replace", "save", "saved", "write_file"]
+__all__ = ["beside", "is_local", "place_of", "remove", "replace", "save", "saved", "write_file"]
 
 
 def place_of(path: str | os.PathLike) -> tuple[Any, str]:
@@ -30,6 +31,7 @@ def is_local(fs: Any) -> bool:
 def beside(place: str, what: str) -> str:
     """A hidden name beside `place`."""
     folder, slash, name = place.rpartition("/")
+    name = name.replace("hpc_ckpt_", "hpc-ckpt-")  # Lightning resumes whatever has that in its name
     return f"{folder}{slash}.{name}.{what}"
 
 
@@ -42,14 +44,17 @@ def replace(fs: Any, part: str, place: str) -> None:
         return
     if os.path.isfile(part) and not os.path.isdir(place):
         os.replace(part, place)
+    elif os.path.lexists(place) and _exchange(part, place):
+        _sync(os.path.dirname(place) or ".")
+        remove(part)
     else:  # a directory cannot replace another at once
         old = beside(place, "old")
         if os.path.exists(place):
-            _remove(old)
+            remove(old)
             os.rename(place, old)
         os.rename(part, place)
         _sync(os.path.dirname(place) or ".")
-        _remove(old)
+        remove(old)
     _sync(os.path.dirname(place) or ".")
 
 
@@ -89,11 +94,22 @@ def write_file(fs: Any, place: str, content: bytes) -> None:
             os.fsync(file.fileno())
 
 
-def _remove(path: str) -> None:
+def remove(path: str) -> None:
+    """A file or a directory, if there is one."""
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path)
     elif os.path.lexists(path):
         os.unlink(path)
+
+
+def _exchange(one: str, other: str) -> bool:
+    """Let two names change places at once, where the kernel and the file system can: Linux's `renameat2`."""
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
 def _sync(directory: str) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero3 import compat
@@ -23,17 +23,20 @@ from lightning_zero3.errors import Zero3Error
 from lightning_zero3.meta import materialize
 from lightning_zero3.slots import Slot, SlotViews
 from lightning_zero3.state import LayerState
+from lightning_zero3.weights import waiting_for
 
 __all__ = ["Zero3Layer", "layer_of"]
 
 TRAINING_PARAMS_IDX = 0  # in `Zero3Layer.chunk`
 
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> the layer that shards it
+# Parameter -> the layer that shards it. Weakly: the layer holds its parameters, and would hold itself for ever.
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def layer_of(param: Tensor) -> Zero3Layer | None:
     """The layer that shards `param`, if any."""
-    return _owners.get(param)
+    layer = _owners.get(param)
+    return layer() if layer is not None else None
 
 
 class Zero3Layer(nn.Module):
@@ -113,10 +116,13 @@ class Zero3Layer(nn.Module):
         self._fetch: Pending | None = None
         self._releases_by_input = False  # this use's input gradients will tell when backward is done with it
         for _, param in owned:
-            _owners[param] = self
+            _owners[param] = ref(self)
         self._hooks: list[Any] = []
         self._grad_hooks: list[Any] = []
+        waits = any(waiting_for(p) is not None for _, p in owned)
         self._arrange(self._chunks_of(owned, device))
+        if waits:
+            self._fill()
         for entry in self.entries:
             self._hooks.append(entry.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
             self._hooks.append(entry.register_forward_hook(self._after_forward, always_call=True))
@@ -127,14 +133,15 @@ class Zero3Layer(nn.Module):
     def _chunks_of(self, named: list[tuple[str, nn.Parameter]], device: torch.device) -> list[Chunk]:
         """Shard full parameters: one chunk for each dtype of those that train, and of those that do not.
 
-        Under mixed precision batch norms compute with parameters as they are stored: their statistics are, too.
+        In mixed precision only matrices are cast. Autocast would cast biases where it uses them, and never the vectors
+        of norms, which kernels may want in float32.
         """
         engine, as_stored = self.engine, replace(self.engine.policy, param_dtype=None)
-        norms = [m for m in self._modules_inside() if isinstance(m, _BatchNorm)] if engine.policy.param_dtype else []
-        of_norms = {id(p) for m in norms for p in m._parameters.values()}
+        mixed = engine.policy.param_dtype is not None
         kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
         for name, param in sorted(named, key=lambda item: (not item[1].requires_grad, str(item[1].dtype))):
-            kinds.setdefault((param.requires_grad, param.dtype, id(param) in of_norms), []).append((name, param))
+            cast = mixed and param.requires_grad and param.ndim > 1
+            kinds.setdefault((param.requires_grad, param.dtype, cast), []).append((name, param))
         return [
             Chunk(
                 members,
@@ -142,10 +149,22 @@ class Zero3Layer(nn.Module):
                 trainable=trains,
                 comm=engine.comm,
                 device=device,
-                policy=as_stored if of_norm else engine.policy,
+                policy=engine.policy if cast else as_stored,
             )
-            for (trains, _, of_norm), members in kinds.items()
+            for (trains, _, cast), members in kinds.items()
         ]
+
+    def _fill(self) -> None:
+        """Read the weights from their files. If a rank cannot, all raise."""
+        failure, cause = None, None
+        try:
+            for chunk in self.chunks:
+                chunk.fill()
+        except Exception as error:
+            failure, cause = str(error), error
+        told = [f"rank {r}: {why}" for r, why in enumerate(self.engine.comm.all_objects(failure)) if why is not None]
+        if told:
+            raise Zero3Error(f"cannot read the weights of layer {self.name!r}: {'; '.join(told)}") from cause
 
     def _arrange(self, chunks: list[Chunk]) -> None:
         """Let these be the layer's chunks."""
@@ -160,7 +179,7 @@ class Zero3Layer(nn.Module):
             for index, param in enumerate(chunk.params):
                 trains = param.requires_grad  # not if it was frozen again; torch hooks only what does
                 hook = param.requires_grad_(True).register_post_accumulate_grad_hook(
-                    partial(self._on_grad, place, index)
+                    partial(_grad_is_there, ref(self), place, index)
                 )
                 self._grad_hooks.append(hook)
                 param.requires_grad_(trains)
@@ -483,6 +502,13 @@ class Zero3Layer(nn.Module):
         self.grads.put(place, index, grad)
         if last:
             self.engine.reduce(self)
+
+
+def _grad_is_there(layer: ref[Zero3Layer], place: int, index: int, param: Tensor) -> None:
+    """The hook of a parameter's gradient. torch keeps it where no garbage collector looks, so it holds nobody."""
+    held = layer()
+    if held is not None:
+        held._on_grad(place, index, param)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

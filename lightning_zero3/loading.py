@@ -6,13 +6,16 @@ is replaced by one that knows directories, too, and leaves all else to the origi
 
 from __future__ import annotations
 
+import os
+import zipfile
 from functools import wraps
 from importlib import import_module
 from typing import Any
 
 from lightning_zero3 import sharded_checkpoint
+from lightning_zero3.durable import place_of
 
-__all__ = ["let_lightning_load_directories"]
+__all__ = ["let_lightning_load_directories", "newest_checkpoint"]
 
 
 def let_lightning_load_directories(pl: str, fabric: str) -> None:
@@ -32,3 +35,31 @@ def let_lightning_load_directories(pl: str, fabric: str) -> None:
             return _original(path_or_url, *args, **options)
 
         vars(module)["pl_load"] = load
+
+
+def newest_checkpoint(directory: str | os.PathLike) -> str | None:
+    """The checkpoint in a directory that was written last, of those that are complete: for a job that was killed.
+
+    Sharded or full, by the time of writing; what was put aside when a process died is put back. None if there is none.
+
+    Example::
+
+        trainer.fit(model, data, ckpt_path=newest_checkpoint("checkpoints"))
+    """
+    fs, folder = place_of(directory)
+    if not fs.exists(folder):
+        return None
+    names = {found.rstrip("/").rpartition("/")[2] for found in fs.ls(folder, detail=False)}
+    aside = {n[1:-4].replace("hpc-ckpt-", "hpc_ckpt_") for n in names if n.startswith(".") and n.endswith(".old")}
+    times: dict[str, Any] = {}
+    for name in sorted(names | aside):
+        path = f"{str(directory).rstrip('/')}/{name}"
+        if name.startswith("."):
+            continue
+        if sharded_checkpoint.is_sharded_checkpoint(path):
+            times[path] = fs.modified(f"{folder}/{name}/.metadata")
+        elif name.endswith(".ckpt") and fs.isfile(f"{folder}/{name}"):
+            with fs.open(f"{folder}/{name}", "rb") as file:
+                if zipfile.is_zipfile(file):
+                    times[path] = fs.modified(f"{folder}/{name}")
+    return max(times, key=lambda path: times[path], default=None)

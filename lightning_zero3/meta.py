@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_zero3.errors import Zero3Error
+from lightning_zero3.weights import hand_over, waiting_for
 
 __all__ = ["materialize"]
 
@@ -16,6 +17,8 @@ def materialize(
     modules: Iterable[nn.Module], owned: list[tuple[str, nn.Parameter]], device: torch.device
 ) -> list[tuple[str, nn.Parameter]]:
     """Replace parameters on the meta device by real ones on `device`, initialised by their module's `reset_parameters`.
+
+    Those that wait for weights from a file (`weights.load_weights`) get no memory here, only a place to wait at.
 
     Args:
         modules: where the parameters are used; a tied parameter is replaced in all of them.
@@ -30,18 +33,31 @@ def materialize(
     """
     if not any(p.is_meta for _, p in owned):
         return owned
-    new = {
-        id(p): nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
-        for _, p in owned
-        if p.is_meta
-    }
+    meta = {id(p): p for _, p in owned if p.is_meta}
     name_of = {id(p): name for name, p in owned}
-    for owner in {m: None for module in modules for m in module.modules()}:
-        mine = {name: p for name, p in owner._parameters.items() if p is not None and id(p) in new}
-        if not mine:
-            continue
+    owners = {
+        owner: mine
+        for owner in dict.fromkeys(m for module in modules for m in module.modules())
+        if (mine := {name: p for name, p in owner._parameters.items() if p is not None and id(p) in meta})
+    }
+    to_reset = {
+        owner
+        for owner, mine in owners.items()
+        if any(waiting_for(p) is None for p in mine.values())
+        or any(b is not None and b.is_meta for b in owner._buffers.values())
+    }
+    with_memory = {id(p) for owner in to_reset for p in owners[owner].values()}
+    new: dict[int, nn.Parameter] = {}
+    for i, param in meta.items():
+        empty = torch.empty if i in with_memory else torch.zeros
+        shape = param.shape if i in with_memory else ()
+        new[i] = nn.Parameter(empty(shape, dtype=param.dtype, device=device).expand(param.shape), param.requires_grad)
+        hand_over(param, new[i])
+    for owner, mine in owners.items():
         for name, param in mine.items():
             owner._parameters[name] = new[id(param)]
+        if owner not in to_reset:
+            continue
         for name, buffer in owner._buffers.items():
             if buffer is not None and buffer.is_meta:
                 owner._buffers[name] = torch.empty_like(buffer, device=device)

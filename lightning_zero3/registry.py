@@ -1,7 +1,7 @@
 """`Trainer(strategy="zero3")`: the strategy's names, in the registries of both homes of Lightning.
 
-`lightning.pytorch` gets them when `lightning_zero3` is imported. `pytorch_lightning` is another package with another
-registry; it gets them when it is imported, before or after, and is not imported for those who do not use it.
+Each home gets them once both it and `lightning_zero3` are imported, in whichever order. Importing `lightning_zero3`
+imports neither, for those who do not use it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from importlib import import_module, util
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-__all__ = ["register_strategies", "register_with_pytorch_lightning"]
+__all__ = ["register_strategies", "register_when_imported"]
 
 START_METHODS = {"zero3": "popen", "zero3_spawn": "spawn", "zero3_fork": "fork", "zero3_notebook": "fork"}
 
@@ -25,19 +25,22 @@ def register_strategies(cls: type, registry: Any) -> None:
             )
 
 
-def register_with_pytorch_lightning() -> None:
-    """Now if it is imported already, else when it will be."""
-    if "pytorch_lightning" in sys.modules:
-        import_module("lightning_zero3.pytorch_lightning")
-    else:
-        sys.meta_path.insert(0, _WhenImported())
+def register_when_imported(package: str, ours: str) -> None:
+    """Import our module for a home of Lightning, which registers the strategies: now, or when that home is imported."""
+    if package in sys.modules:
+        import_module(ours)
+    elif util.find_spec(package.partition(".")[0]) is not None:
+        sys.meta_path.insert(0, _WhenImported(package, ours))
 
 
 class _WhenImported:
-    """An import hook that lets `pytorch_lightning` load as usual, and then registers the strategies."""
+    """An import hook that lets a package load as usual, and then imports a module of ours."""
+
+    def __init__(self, package: str, ours: str) -> None:
+        self._package, self._ours = package, ours
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != "pytorch_lightning":
+        if name != self._package:
             return None
         sys.meta_path.remove(self)
         spec = util.find_spec(name)
@@ -46,7 +49,7 @@ class _WhenImported:
 
             def load_and_register(module: Any) -> None:
                 load(module)
-                import_module("lightning_zero3.pytorch_lightning")
+                import_module(self._ours)
 
             spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
         return spec

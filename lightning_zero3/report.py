@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_zero3.engine import Engine
 
-__all__ = ["Report"]
+__all__ = ["Report", "human"]
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,12 @@ class Report:
         ]
         for what, ours, ddp in self.rows():
             ratio = f"{ours / ddp:.2f}" if ddp else "-"
-            lines.append(f"{what:<16}{_human(ours):>14}{_human(ddp):>14}{ratio:>14}")
+            lines.append(f"{what:<16}{human(ours):>14}{human(ddp):>14}{ratio:>14}")
         return "\n".join(lines)
 
 
-def _human(nbytes: int) -> str:
+def human(nbytes: int) -> str:
+    """Bytes for people: in units of 1,024."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

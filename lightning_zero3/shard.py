@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -151,12 +151,15 @@ def gather_parameters(module: nn.Module, writeback: bool = False) -> Iterator[nn
             layer.updates += 1
 
 
-def full_state_dict(module: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
+def full_state_dict(
+    module: nn.Module, rank0_only: bool = True, only: Callable[[str], bool] | None = None
+) -> dict[str, Any]:
     """The state dict that the plain, unsharded module would have, on the CPU. Called on every rank.
 
     Args:
         module: a sharded model or a part of it; a plain one gives its own state dict.
         rank0_only: give the other ranks an empty dict, so that only one host holds the whole model.
+        only: which names to take (adapters, say); chunks without any of them are not gathered. The same on every rank.
 
     Layers are gathered one by one: besides its result, no rank holds more than one layer.
 
@@ -164,15 +167,19 @@ def full_state_dict(module: nn.Module, rank0_only: bool = True) -> dict[str, Any
         Zero3Error: some rank does not come.
     """
     layers = _layers(module)
+    take = only or (lambda name: True)
     if not layers:
-        return module.state_dict()
+        state = module.state_dict()
+        return state if only is None else {key: value for key, value in state.items() if only(key)}
     engine = layers[0].engine
     engine.comm.together("full_state_dict()")
-    state = _bare_state_dict(module, engine)
+    state = {key: value for key, value in _bare_state_dict(module, engine).items() if take(key)}
+    asked = {id(value) for value in state.values()}
     wanted = engine.comm.rank == 0 or not rank0_only
     full: dict[int, Tensor] = {}
     for layer in layers:
-        for chunk, flat in zip(layer.chunks, layer.gather(layer.chunks), strict=True):
+        chunks = [chunk for chunk in layer.chunks if not asked.isdisjoint(map(id, chunk.params))]
+        for chunk, flat in zip(chunks, layer.gather(chunks), strict=True):
             for param, view in zip(chunk.params, chunk.views(flat), strict=True) if wanted else ():
                 full[id(param)] = view.clone(memory_format=torch.preserve_format).cpu()
     if not wanted:
@@ -231,8 +238,14 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bo
         problems += [f"missing: {key!r}" for key in mine if key not in state]
         problems += [f"unexpected: {key!r}" for key in state if key not in mine]
     for key, value in mine.items():
-        if key in state and isinstance(value, Tensor) and value.shape != state[key].shape:
+        if key not in state or not isinstance(value, Tensor):
+            continue
+        if value.shape != state[key].shape:
             problems.append(f"shape of {key!r}: {list(state[key].shape)} in the state dict, {list(value.shape)} here")
+        if layer_of(value) and state[key].dtype.is_floating_point and not value.dtype.is_floating_point:
+            problems.append(
+                f"dtype of {key!r}: {state[key].dtype} in the state dict, {value.dtype} here"
+            )  # no rounding
     if problems:
         raise Zero3Error(f"cannot load the state dict into {type(module).__name__}: " + "; ".join(problems))
 

@@ -11,7 +11,8 @@ The format is that of `torch.distributed.checkpoint`, laid out as Lightning's Mo
 Entries are `state_dict.{name}` and `optimizer_{i}.state.{name}.{key}`, in their true shapes.
 
 A checkpoint is written beside its place, made durable and then renamed: under its own name there is never half of one.
-The one before it is put aside for the moment between two renames; if the process dies just then, it is found there.
+It changes places with the one before it at once, on Linux; elsewhere that one is put aside for the moment between two
+renames, and if the process dies just then, it is found there.
 """
 
 from __future__ import annotations
@@ -33,13 +34,23 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
 from lightning_zero3.comm import Communicator
 from lightning_zero3.durable import beside, is_local, place_of, replace, write_file
 from lightning_zero3.errors import Zero3Error
 
-__all__ = ["Stored", "StoredState", "contents", "is_sharded_checkpoint", "load", "load_whole", "read", "write"]
+__all__ = [
+    "Stored",
+    "StoredState",
+    "contents",
+    "is_sharded_checkpoint",
+    "load",
+    "load_whole",
+    "on_first",
+    "read",
+    "write",
+]
 
 PARAM_GROUPS = "optimizer_param_groups"  # in meta.pt: of each optimizer, with parameters by name
 
@@ -77,7 +88,7 @@ def write(path: str | os.PathLike, entries: dict[str, Any], extra: bytes, comm: 
 
     def write_part() -> None:
         writer = FsspecWriter(_url(fs, part), sync_files=is_local(fs), thread_count=1, overwrite=True)
-        planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
+        planner = _SavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
         dcp.save(entries, storage_writer=writer, planner=planner, **_group(comm))
 
     def sums() -> dict[str, int]:
@@ -89,14 +100,25 @@ def write(path: str | os.PathLike, entries: dict[str, Any], extra: bytes, comm: 
         replace(fs, part, place)
 
     try:
-        _on_first(comm, prepare, path)
+        on_first(comm, prepare, path)
         _everywhere(comm, write_part, path)
         found = _everywhere(comm, sums, path)
-        _on_first(comm, lambda: commit(found), path)
+        on_first(comm, lambda: commit(found), path)
     except BaseException:
         if _rank(comm)[0] == 0 and fs.exists(part):
             fs.rm(part, recursive=True)
         raise
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """torch's, with an index in the order of the first rank's entries: that of the module's state dict."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        known = dict(metadata.state_dict_metadata)
+        metadata.state_dict_metadata.clear()
+        metadata.state_dict_metadata.update({k: known[k] for k in [*self.state_dict, *known] if k in known})
+        return plans, metadata
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -238,6 +260,10 @@ class Stored(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
     def read(self) -> Tensor:
         """The whole tensor, for this rank alone."""
         whole = torch.empty(self.shape, dtype=self.dtype)
@@ -286,7 +312,7 @@ def load(path: str | os.PathLike, comm: Communicator | None = None, weights_only
         if key not in values
     }
     read(path, small, comm)
-    values.update(small)
+    values = {key: values.get(key, small.get(key)) for key in index}
 
     for key, value in values.items():
         what, _, name = key.partition(".")
@@ -303,7 +329,9 @@ def load(path: str | os.PathLike, comm: Communicator | None = None, weights_only
                 name, _, what = key.removeprefix(prefix).rpartition(".")
                 states.setdefault(numbers[name], StoredState())[what] = value
         given = [{**g, "params": [numbers[name] for name in g["params"]]} for g in ours]
-        checkpoint.setdefault("optimizer_states", []).append({"state": states, "param_groups": given})
+        checkpoint.setdefault("optimizer_states", []).append(
+            {"state": dict(sorted(states.items())), "param_groups": given}
+        )
     return checkpoint
 
 
@@ -353,7 +381,8 @@ def _everywhere(comm: Communicator | None, work: Callable[[], Any], path: Any, d
     return [one for one, _ in found]
 
 
-def _on_first(comm: Communicator | None, work: Callable[[], None], path: Any) -> None:
+def on_first(comm: Communicator | None, work: Callable[[], None], path: Any) -> None:
+    """Let the first rank write. If it fails all do, and none waits for it. Called on every rank."""
     _everywhere(comm, work if _rank(comm)[0] == 0 else lambda: None, path)
 
 

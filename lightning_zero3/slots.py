@@ -86,7 +86,7 @@ class SlotPool:
         else:
             slot = Slot(len(self.slots), nbytes, self.device)
             self.slots.append(slot)
-            self._by_storage[slot.bytes.untyped_storage().data_ptr()] = slot
+            self._by_storage[slot.bytes.untyped_storage()._cdata] = slot
         slot.owner = owner
         return slot
 
@@ -113,7 +113,7 @@ class SlotPool:
     def of_tensor(self, tensor: Tensor) -> Slot | None:
         """The slot that `tensor` is a view of, if any."""
         try:
-            return self._by_storage.get(tensor.untyped_storage().data_ptr())
+            return self._by_storage.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):  # sparse tensors and other kinds that have no storage
             return None
 

@@ -39,8 +39,9 @@ from lightning_zero3.evenly import EvenSteps, evaluation_batches, training_batch
 from lightning_zero3.loading import let_lightning_load_directories
 from lightning_zero3.optim import ShardedOptimizers
 from lightning_zero3.precision import PRECISIONS, MixedPrecisionMixin, TruePrecisionMixin, Zero3PrecisionMixin
-from lightning_zero3.registry import register_strategies, register_with_pytorch_lightning
+from lightning_zero3.registry import register_strategies
 from lightning_zero3.report import Report
+from lightning_zero3.requeue import requeue_between_steps
 from lightning_zero3.shard import (
     engine_of,
     full_state_dict,
@@ -49,6 +50,7 @@ from lightning_zero3.shard import (
     sharded_state_dict,
     unshard_module,
 )
+from lightning_zero3.weights import until_sharded
 from lightning_zero3.wrap import AutoWrapPolicy, check_policy
 
 __all__ = ["Zero3Strategy", "Zero3StrategyMixin"]
@@ -265,7 +267,7 @@ class Zero3StrategyMixin(_Base):
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Models are built on the CPU, or on no device at all; they never exist whole on an accelerator."""
         device = torch.device("meta" if empty_init else "cpu")
-        with device, self.precision_plugin.tensor_init_context():
+        with device, self.precision_plugin.tensor_init_context(), until_sharded():
             yield
 
     def setup(self, trainer: Any) -> None:
@@ -274,22 +276,11 @@ class Zero3StrategyMixin(_Base):
             refuse_loggers(trainer.loggers)
         self.accelerator.setup(trainer)
         trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm
+        requeue_between_steps(trainer, self, self._pl)
         module = self.lightning_module
         if engine_of(module) is None:
-            if self._layer_sync:
-                self.model = self._layer_sync.apply(self.model)
             self.precision_plugin.convert_module(module)
-            if self.activation_checkpointing_policy is not None:
-                checkpoint_activations(module, self.activation_checkpointing_policy)
-            self._engine = shard_module(
-                module,
-                self.auto_wrap_policy,
-                comm=Communicator(device=self.root_device, timeout=self._timeout),
-                device=self.root_device,
-                precision=self._policy,
-                prefetch=self.prefetch,
-                broadcast_buffers=self.broadcast_buffers,
-            )
+            self.shard(Communicator(device=self.root_device, timeout=self._timeout))
         else:  # a second fit, or validate after fit: sharded it stays
             self._engine = engine_of(module)
             self._check_sharded_as_asked()
@@ -302,13 +293,33 @@ class Zero3StrategyMixin(_Base):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
+    def shard(self, comm: Communicator) -> Engine:
+        """Shard the module over the ranks of `comm`, as the options say."""
+        module = self.lightning_module
+        if self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        if self.activation_checkpointing_policy is not None:
+            checkpoint_activations(module, self.activation_checkpointing_policy)
+        self._engine = shard_module(
+            module,
+            self.auto_wrap_policy,
+            comm=comm,
+            device=comm.device,
+            precision=self._policy,
+            prefetch=self.prefetch,
+            broadcast_buffers=self.broadcast_buffers,
+        )
+        self.precision_plugin.engine = self._engine
+        return self._engine
+
     def _check_sharded_as_asked(self) -> None:
         """Raise if this Trainer wants of the module what an earlier one, which sharded it, did not."""
         engine, precision, module = self.engine, self.precision_plugin, self.lightning_module
         name, remedy = type(module).__name__, "Use the same, or load its checkpoint into a new module."
         stored = {c.dtype for layer in engine.layers for c in layer.chunks if c.dtype.is_floating_point}
         any_dtype = precision.mixed or precision.dtype is torch.float32  # "32-true" leaves every dtype as it is
-        same_precision = engine.policy == self._policy and (any_dtype or stored <= {precision.dtype})
+        # Some parameters keep their dtype whatever a module is cast to: scales of quantised weights.
+        same_precision = engine.policy == self._policy and (any_dtype or not stored or precision.dtype in stored)
         if not same_precision or engine.device != self.root_device:
             raise Zero3Error(
                 f"{name} was sharded by an earlier Trainer in another precision or on another device "
@@ -325,8 +336,11 @@ class Zero3StrategyMixin(_Base):
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)  # type: ignore[misc]
-        assert self._engine is not None
-        self._sharded_optimizers = ShardedOptimizers(self.optimizers, self._engine)
+        self.adopt(self.optimizers)
+
+    def adopt(self, optimizers: list[Optimizer]) -> None:
+        """Let optimizers of the module's parameters work on shards."""
+        self._sharded_optimizers = ShardedOptimizers(optimizers, self.engine)
         self.precision_plugin.optimizers = self._sharded_optimizers
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -347,7 +361,7 @@ class Zero3StrategyMixin(_Base):
         assert self._sharded_optimizers is not None
         self._sharded_optimizers.settle()
         if self._background is not None:
-            self._background.check()
+            self._background.check(self.engine.comm)
         return self._step(self.precision_plugin.train_step_context(), self.lightning_module.training_step, args, kwargs)
 
     def block_backward_sync(self) -> Any:
@@ -424,8 +438,8 @@ class Zero3StrategyMixin(_Base):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.state_dict_type == "full":
             if type(self.checkpoint_io).__name__ == "TorchCheckpointIO" and storage_options is None:
-                if self.is_global_zero:
-                    durable.save(checkpoint, filepath)
+                comm = None if self._engine is None else self._engine.comm
+                sharded_checkpoint.on_first(comm, lambda: durable.save(checkpoint, filepath), filepath)
             else:
                 super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
             return
@@ -448,18 +462,28 @@ class Zero3StrategyMixin(_Base):
             self._background = BackgroundWriter()
         self._background.write(path, entries, extra)
 
-    def remove_checkpoint(self, filepath: Any) -> None:
+    def wait_for_checkpoint(self) -> None:
+        """Return when the checkpoint that `save_async` writes in the background, if any, is complete.
+
+        Raises:
+            Zero3Error: it could not be written.
+        """
         if self._background is not None:
-            self._background.wait()  # the one that makes the old one superfluous must be complete
+            self._background.wait()
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self.wait_for_checkpoint()  # the one that makes the old one superfluous must be complete
         super().remove_checkpoint(filepath)  # type: ignore[misc]
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        if self._background is not None:
-            self._background.wait()
+        self.wait_for_checkpoint()
         if sharded_checkpoint.is_sharded_checkpoint(checkpoint_path):
             comm = Communicator(device=self.root_device, timeout=self._timeout)
             return sharded_checkpoint.load(checkpoint_path, comm, weights_only)
-        return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc]
+        try:
+            return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc]
+        except (RuntimeError, EOFError) as error:  # torch does not say of which file
+            raise Zero3Error(f"cannot read the checkpoint {checkpoint_path}: {error}") from error
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         state, module = checkpoint["state_dict"], self.lightning_module
@@ -602,4 +626,3 @@ class Zero3Strategy(Zero3StrategyMixin, ParallelStrategy):
 
 register_strategies(Zero3Strategy, StrategyRegistry)
 let_lightning_load_directories("lightning.pytorch", "lightning.fabric")
-register_with_pytorch_lightning()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_zero3 import compat
 from lightning_zero3.errors import Zero3Error
 
 __all__ = ["AutoWrapPolicy", "Plan", "check_memory", "check_policy", "choose", "plan_layers"]
@@ -89,7 +90,7 @@ def check_memory(root: nn.Module) -> None:
     held: dict[int, tuple[str, Tensor]] = {}
     for prefix, module in root.named_modules():
         for name, value in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
-            if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta and value.numel():
+            if isinstance(value, Tensor) and value.layout is torch.strided and value.numel() and compat.address(value):
                 held.setdefault(id(value), (f"{prefix}.{name}".lstrip("."), value))
     spans = sorted((t.data_ptr(), t.data_ptr() + _extent(t), name, t) for name, t in held.values())
     for (_, stop, one, first), (start, _, other, second) in pairwise(spans):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from neox_lit.errors import NeoXError
@@ -71,3 +73,26 @@ class SampleText(Callback):
         text = pl_module.complete(self.prompt, self.max_new_tokens, self.sampling)
         if trainer.is_global_zero:
             print(f"\nSample after {trainer.global_step} steps:\n{self.prompt}{text}\n", flush=True)
+
+
+class SaveAdapter(Callback):
+    """Writes the adapters alone when training ends, as files of `peft`; all ranks gather them, rank 0 writes.
+
+    Args:
+        directory: Where adapter_config.json and adapter_model.safetensors go.
+    """
+
+    def __init__(self, directory: str | os.PathLike) -> None:
+        self.directory = directory
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Fail now rather than after training."""
+        if stage == "fit" and not (isinstance(pl_module, NeoXLightning) and pl_module.lora is not None):
+            raise NeoXError(
+                "SaveAdapter needs a NeoXLightning with model.trainable=lora: there are no adapters to save"
+            )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, NeoXLightning)
+        pl_module.save_adapter(self.directory)
+        trainer.strategy.barrier("SaveAdapter")

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from neox_lit.config_files import hf_fields, hf_of, yml_fields, yml_of
 from neox_lit.errors import NeoXError
+
+_PILE_TOKENS = 50_277  # ids of 20B_tokenizer.json, which GPT-NeoX-20B and all Pythias share
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,41 @@ class NeoXConfig:
             raise NeoXError(f"NeoXConfig has no field {', '.join(map(repr, unknown))}. Fields: {', '.join(known)}")
         return cls(**fields)
 
+    @classmethod
+    def from_yml(cls, *paths: str | Path, n_tokens: int = _PILE_TOKENS, **overrides: Any) -> NeoXConfig:
+        """The model of GPT-NeoX's ymls, later files adding to earlier ones, with some fields replaced.
+
+        Args:
+            paths: of the ymls; keys with `-` or `_`.
+            n_tokens: ids of the tokenizer, which ymls do not tell; by default those of 20B_tokenizer.json. The
+                vocabulary is padded as the ymls say.
+
+        Raises:
+            NeoXError: not a yml, or a model that these layers are not; the message names key and value.
+        """
+        return cls.from_dict({**yml_fields(*paths, n_tokens=n_tokens), **overrides})
+
+    @classmethod
+    def from_hf(cls, source: str | Path | dict[str, Any], **overrides: Any) -> NeoXConfig:
+        """The model of a Hugging Face config.json (its path, its directory's, or its content), some fields replaced.
+
+        Raises:
+            NeoXError: not a config.json of GPT-NeoX, or a model that these layers are not.
+        """
+        return cls.from_dict({**hf_fields(source), **overrides})
+
+    def to_yml(self, model_parallel_size: int = 1) -> dict[str, Any]:
+        """What a GPT-NeoX yml says of the model; `from_yml` reads it back.
+
+        Raises:
+            NeoXError: something that a yml cannot say.
+        """
+        return yml_of(self, model_parallel_size)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The content of a Hugging Face config.json. It has one standard deviation for all initial weights."""
+        return hf_of(self)
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain data, for checkpoints and logs."""
         return dataclasses.asdict(self)
@@ -151,9 +190,6 @@ def padded_vocab(n_tokens: int, multiple: int = 128) -> int:
     GPT-NeoX pads to `make_vocab_size_divisible_by` (128) x the model-parallel size it trained with.
     """
     return -(-n_tokens // multiple) * multiple
-
-
-_PILE_TOKENS = 50_277  # ids of 20B_tokenizer.json, which GPT-NeoX-20B and all Pythias share
 
 
 def _size(layers: int, hidden: int, heads: int, mp: int = 1, **other: Any) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
@@ -22,6 +24,10 @@ from neox_lit.tokenizer import TextTokenizer
 from neox_lit.windows import Documents, PackedWindows, cuts
 
 Batch = dict[str, Tensor]
+Indices = npt.NDArray[np.int64]
+
+
+_BLANK = -1  # an index of `PackedWindows`
 
 
 class _Ready(NamedTuple):
@@ -29,9 +35,9 @@ class _Ready(NamedTuple):
 
     tokenizer: TextTokenizer
     path: Path | None  # of the words to train on; none if they are streamed
-    train: list[int]  # windows, in order
+    train: Indices  # windows, in order
     held_out_path: Path | None
-    held_out: list[int]
+    held_out: Indices
 
 
 class _Prepared(NamedTuple):
@@ -78,7 +84,6 @@ class TextDataModule(LightningDataModule):
             end of the text it starts again.
         shuffle_buffer: Documents from which the next one is drawn when streaming. 0: the order of the source.
         num_workers: Loader processes per rank; 0 loads in the training process. At most 1 when streaming.
-        prepare_workers: Threads that tokenise; 0 is one per core.
         text_column, prompt_column, response_column, messages_column: Columns, see `rows`.
         dataset_config: Configuration (subset); for a named data set.
         dataset_split: Split to read; for a named data set.
@@ -109,7 +114,6 @@ class TextDataModule(LightningDataModule):
         epoch_windows: int | None = None,
         shuffle_buffer: int = 0,
         num_workers: int = 0,
-        prepare_workers: int = 0,
         text_column: str = "text",
         prompt_column: str = "prompt",
         response_column: str = "response",
@@ -123,7 +127,6 @@ class TextDataModule(LightningDataModule):
             ("seq_len", seq_len, 1),
             ("batch_size", batch_size, 1),
             ("num_workers", num_workers, 0),
-            ("prepare_workers", prepare_workers, 0),
             ("shuffle_buffer", shuffle_buffer, 0),
             ("epoch_windows", epoch_windows, 1),
             ("order_seed", order_seed, 0),
@@ -174,7 +177,6 @@ class TextDataModule(LightningDataModule):
         self.epoch_windows = epoch_windows
         self.shuffle_buffer = shuffle_buffer
         self.num_workers = num_workers
-        self.prepare_workers = prepare_workers
         self.cache_dir = Path(cache_dir).expanduser() if cache_dir else cache_directory()
         self.corpus = Corpus(
             source,
@@ -212,6 +214,7 @@ class TextDataModule(LightningDataModule):
 
         Under a Trainer a `NeoXError` is kept for `setup`, where all ranks raise it: here the others wait at a barrier.
         """
+        self._failure = None
         try:
             self._prepared = self._prepare()
         except NeoXError as error:
@@ -225,6 +228,8 @@ class TextDataModule(LightningDataModule):
             from datasets import disable_progress_bars  # type: ignore[import-untyped]
 
             disable_progress_bars()
+        if self.streaming:
+            next(self.corpus.documents())  # a text that is not there is an error now, not in training
         train = None if self.streaming else self.corpus.hash()
         if self.tokenizer_path is not None:
             tokenizer = TextTokenizer.from_file(self.tokenizer_path)
@@ -244,7 +249,7 @@ class TextDataModule(LightningDataModule):
         if path.exists():
             return
         progress = not getattr(rank_zero_only, "rank", 0)
-        publish(path, lambda file: write_words(file, corpus.documents(), tokenizer, self.prepare_workers, progress))
+        publish(path, lambda file: write_words(file, corpus.documents(), tokenizer, progress))
 
     def setup(self, stage: str | None = None) -> None:
         """Open what `prepare_data` made. Every rank calls it; calling it again does nothing."""
@@ -252,25 +257,26 @@ class TextDataModule(LightningDataModule):
             return
         prepared, failure = self._prepared, self._failure
         if self.trainer is not None:
-            prepared, failure = self.trainer.strategy.broadcast((prepared, failure))
-        if failure or self._failure:
-            raise NeoXError(str(failure or self._failure), on_all_ranks=self.trainer is not None)
+            prepared, of_rank_0 = self.trainer.strategy.broadcast((prepared, failure))
+            failed_somewhere = not self.trainer.strategy.reduce_boolean_decision(failure is None)
+            if failed_somewhere:  # rank 0 says why; without that, the first rank of the node that failed does
+                reason = of_rank_0 or failure or "another node could not prepare the data, see its error"
+                raise NeoXError(reason, on_all_ranks=bool(of_rank_0) or failure is None)
         if prepared is None:  # nobody called prepare_data
             prepared = self._prepare()
         path = self.tokenizer_path or TextTokenizer.cached_path(prepared.train or "", self.vocab_size, self.cache_dir)
         tokenizer = TextTokenizer.from_file(path)
         train_path = held_out_path = None
-        train: list[int] = []
-        held_out: list[int] = []
+        train = held_out = np.empty(0, np.int64)
         if prepared.train is not None:
             train_path = held_out_path = self._words_path(prepared.train, tokenizer)
             n_windows = self._count(train_path)
-            order = torch.randperm(n_windows, generator=torch.Generator().manual_seed(self.split_seed)).tolist()
+            order = np.random.default_rng(self.split_seed).permutation(n_windows)
             n_held_out = self._n_held_out(n_windows)
-            train, held_out = sorted(order[n_held_out:]), sorted(order[:n_held_out])
+            train, held_out = np.sort(order[n_held_out:]), np.sort(order[:n_held_out])
         if prepared.held_out is not None:
             held_out_path = self._words_path(prepared.held_out, tokenizer)
-            held_out = list(range(self._count(held_out_path)))
+            held_out = np.arange(self._count(held_out_path))
         self._data = _Ready(tokenizer, train_path, train, held_out_path, held_out)
 
     def train_dataloader(self) -> ResumableLoader:
@@ -279,16 +285,13 @@ class TextDataModule(LightningDataModule):
         ready, share = self._ready, self._share()
         resume, self._resume = self._resume or {}, None
         begin = Position(**resume["position"]) if resume else None
-        if self.order_seed is not None:
-            seed = self.order_seed
-        else:
-            seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        seed = resume.get("seed", seed)
+        own_seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.order_seed is None else self.order_seed
+        seed = resume.get("seed", own_seed)
         loader: Any
         order: Any
         if ready.path is None:
             assert self.epoch_windows is not None
-            place = Place(*resume.get("place", ()))
+            place = self._stream.place if self._stream is not None and not resume else Place(*resume.get("place", ()))
             order = StreamWindows(
                 self.corpus,
                 ready.tokenizer,
@@ -307,9 +310,7 @@ class TextDataModule(LightningDataModule):
             self._stream = order
         else:
             blank = len(ready.train)
-            windows = PackedWindows(
-                ready.path, self.seq_len, [*ready.train, len(ready.train) + len(ready.held_out)], self.documents
-            )
+            windows = PackedWindows(ready.path, self.seq_len, np.append(ready.train, _BLANK), self.documents)
             shuffle = not (self.trainer is not None and self.trainer.overfit_batches)  # type: ignore[attr-defined]
             order = EpochOrder(blank, share, seed, blank=blank, shuffle=shuffle)
             loader = DataLoader(
@@ -336,10 +337,9 @@ class TextDataModule(LightningDataModule):
         a mean over ranks would count those twice.
         """
         ready, world = self._ready, self.trainer.world_size if self.trainer is not None else 1
-        if not ready.held_out:
+        if not len(ready.held_out):
             return []
-        blank = len(ready.train) + len(ready.held_out)  # past the last window
-        return [self._held_out([*ready.held_out, *[blank] * (-len(ready.held_out) % world)])]
+        return [self._held_out(np.append(ready.held_out, [_BLANK] * (-len(ready.held_out) % world)).astype(np.int64))]
 
     def test_dataloader(self) -> list[DataLoader[Batch]]:
         """The same windows as for validation."""
@@ -405,7 +405,7 @@ class TextDataModule(LightningDataModule):
             )
         return self._data
 
-    def _held_out(self, windows: list[int]) -> DataLoader[Batch]:
+    def _held_out(self, windows: Indices) -> DataLoader[Batch]:
         path = self._ready.held_out_path
         if path is None:
             raise NeoXError("data.streaming holds no windows out; give data.val_source or data.val_split")

@@ -6,12 +6,13 @@ read but not learnt: the prompt of an instruction. So one memory-mapped array te
 
 from __future__ import annotations
 
-import os
+import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO
 
 import numpy as np
 import numpy.typing as npt
@@ -26,11 +27,10 @@ READ_ONLY = np.uint32(1 << 31)
 START = np.uint32(1 << 30)
 ID = np.uint32((1 << 30) - 1)
 
-_BATCH = 128  # documents that one thread takes at a time,
-_BATCH_CHARS = 1 << 18  # or fewer, of about so many characters
-
-T = TypeVar("T")
-U = TypeVar("U")
+_BATCH = 512  # documents that are tokenised together, on all cores,
+_BATCH_CHARS = 1 << 20  # or fewer, of about so many characters
+_PART = 1 << 16  # characters of a long document that one core takes
+_SPACE = re.compile(r"(?<=\S)\s")
 
 
 def open_words(path: Path) -> Words:
@@ -40,13 +40,15 @@ def open_words(path: Path) -> Words:
 
 def encode(documents: list[Document], tokenizer: TextTokenizer) -> list[Words]:
     """The words of each document."""
-    ids = iter(tokenizer.encode_batch([piece.text for document in documents for piece in document.pieces]))
+    cut = [_cut(piece.text, tokenizer) for document in documents for piece in document.pieces]
+    encoded = iter(tokenizer.encode_batch([text for texts in cut for text in texts]))
+    ids = ([np.array(next(encoded), dtype=np.uint32) for _ in texts] for texts in cut)
+    end = np.array([tokenizer.end_of_text], dtype=np.uint32)
     result = []
     for document in documents:
         parts = []
         for piece in document.pieces:
-            end = [tokenizer.end_of_text] if piece.ends else []
-            part = np.array([*next(ids), *end], dtype=np.uint32)
+            part = np.concatenate([*next(ids), end[: piece.ends]])
             parts.append(part if piece.learnt else part | READ_ONLY)
         words = np.concatenate(parts)
         words[0] |= START
@@ -54,24 +56,40 @@ def encode(documents: list[Document], tokenizer: TextTokenizer) -> list[Words]:
     return result
 
 
-def encode_all(documents: Iterable[Document], tokenizer: TextTokenizer, workers: int = 0) -> Iterator[Words]:
+def encode_all(documents: Iterable[Document], tokenizer: TextTokenizer) -> Iterator[Words]:
     """The words of each document, in order.
 
-    Args:
-        workers: Threads; 0 is one per core. The tokenizer lets go of Python's lock, so they work at the same time.
+    `tokenizers` works on all cores and lets go of Python's lock: the next documents are read, and the last ones' words
+    taken, meanwhile.
     """
-    for batch in _in_order(lambda some: encode(some, tokenizer), _batches(documents), workers or os.cpu_count() or 1):
-        yield from batch
+    waiting: deque[Future[list[Words]]] = deque()
+    with ThreadPoolExecutor(1) as pool:
+        for batch in _batches(documents):
+            waiting.append(pool.submit(encode, batch, tokenizer))
+            if len(waiting) > 2:
+                yield from waiting.popleft().result()
+        for future in waiting:
+            yield from future.result()
 
 
 def write_words(
-    file: IO[bytes], documents: Iterable[Document], tokenizer: TextTokenizer, workers: int = 0, progress: bool = True
+    file: IO[bytes], documents: Iterable[Document], tokenizer: TextTokenizer, progress: bool = True
 ) -> None:
     """Write all documents' words; on a terminal, with a bar that counts tokens."""
     with tqdm(desc="Tokenising", unit=" tokens", unit_scale=True, disable=None if progress else True) as bar:
-        for words in encode_all(documents, tokenizer, workers):
+        for words in encode_all(documents, tokenizer):
             file.write(words.tobytes())
             bar.update(len(words))
+
+
+def _cut(text: str, tokenizer: TextTokenizer) -> list[str]:
+    """A long text as parts that have the same tokens as the whole, for several cores."""
+    if len(text) <= 2 * _PART or not tokenizer.cuts_before_space:
+        return [text]
+    edges = [0]
+    while found := _SPACE.search(text, edges[-1] + _PART):
+        edges.append(found.start())
+    return [text[start:end] for start, end in pairwise([*edges, len(text)])]
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -85,15 +103,3 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
             batch, chars = [], 0
     if batch:
         yield batch
-
-
-def _in_order(function: Callable[[T], U], items: Iterable[T], workers: int) -> Iterator[U]:
-    """`map` on several threads, never more than a few items ahead."""
-    with ThreadPoolExecutor(workers) as pool:
-        waiting: deque[Future[U]] = deque()
-        for item in items:
-            waiting.append(pool.submit(function, item))
-            if len(waiting) > 2 * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()

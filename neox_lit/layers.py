@@ -23,6 +23,7 @@ Source: Black et al. 2022, arXiv:2204.06745. Defaults are those of the 20B model
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -32,7 +33,52 @@ from torch import Tensor, nn
 from neox_lit.cache import LayerCache
 from neox_lit.errors import NeoXError
 from neox_lit.masks import causal_mask
+from neox_lit.merging import Rule, merge, merged_shape, parameters_of, rule_of
 from neox_lit.rope import RoPE
+
+
+class NeoXModule(nn.Module):
+    """A layer with files of its own in a GPT-NeoX checkpoint."""
+
+    @torch.no_grad()
+    def load_state(self, *shards: Mapping[str, Tensor]) -> None:
+        """Fill this layer from its tensor-parallel shards, cast to its dtype and device.
+
+        Args:
+            shards: State dicts of ranks 0, 1, ..., as many as there are. Constants that old files hold are ignored,
+                newer names of the MLP understood.
+
+        Raises:
+            NeoXError: Missing or unexpected keys, dtypes or shapes that do not fit; names the key. Nothing is changed
+                then, unless copies in the shards differ too much (see `merging.merge`).
+        """
+        if not shards:
+            raise NeoXError(f"{type(self).__name__}.load_state needs the state dict of at least one shard")
+        own = dict(self.named_parameters())
+        keys = [parameters_of(shard) for shard in shards]
+        pieces: dict[str, list[Tensor]] = {}
+        for name, parameter in own.items():
+            for rank, known in enumerate(keys):
+                if name not in known:
+                    raise NeoXError(f"{name!r} is missing in shard {rank} of {type(self).__name__}")
+            pieces[name] = [shard[known[name]] for shard, known in zip(shards, keys, strict=True)]
+            shape = merged_shape(self._rule(name), [piece.shape for piece in pieces[name]], repr(name))
+            if shape != parameter.shape:
+                raise NeoXError(
+                    f"{name!r} has shape {list(shape)} after merging {len(shards)} shard(s), {list(parameter.shape)} "
+                    f"in this {type(self).__name__}; are all shards there, and is it this layer's file?"
+                )
+            if parameter.is_meta:
+                raise NeoXError(f"{name!r} has no memory (device 'meta'); call to_empty(device=...) before load_state")
+        for rank, known in enumerate(keys):
+            for name in known:
+                if name not in own:
+                    raise NeoXError(f"{name!r} in shard {rank} does not belong to {type(self).__name__}")
+        for name, parts in pieces.items():
+            own[name].copy_(merge(self._rule(name), parts, repr(name)))
+
+    def _rule(self, name: str) -> Rule:
+        return rule_of(name, getattr(self, "parallel_residual", True))
 
 
 class NormalLinear(nn.Linear):
@@ -59,7 +105,7 @@ class NormalEmbedding(nn.Embedding):
         nn.init.normal_(self.weight, std=self.init_std)
 
 
-class Embedding(nn.Module):
+class Embedding(NeoXModule):
     """Token ids to vectors."""
 
     def __init__(
@@ -185,7 +231,7 @@ class FFNLayer(nn.Module):
         return self.dense_4h_to_h(F.gelu(self.dense_h_to_4h(x), approximate=self.approximate))
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(NeoXModule):
     """Attention and feed-forward, each behind its own LayerNorm, added to the residual stream.
 
     Parallel: `x + attention(ln1 x) + mlp(ln2 x)`. Sequential: `h = x + attention(ln1 x)`, then `h + mlp(ln2 h)`.
@@ -235,7 +281,7 @@ class TransformerLayer(nn.Module):
         return h + F.dropout(self.mlp(self.post_attention_layernorm(h)), self.dropout, self.training)
 
 
-class FinalNorm(nn.Module):
+class FinalNorm(NeoXModule):
     """LayerNorm before the readout."""
 
     def __init__(self, n_hidden: int = 6_144, *, layer_norm_eps: float = 1e-5) -> None:
@@ -247,7 +293,7 @@ class FinalNorm(nn.Module):
         return self.norm(x)
 
 
-class ReadoutLayer(nn.Module):
+class ReadoutLayer(NeoXModule):
     """Vectors to a score for each id of the vocabulary; a linear without bias."""
 
     def __init__(self, n_hidden: int = 6_144, n_vocab: int = 50_432, *, init_std: float = 0.02) -> None:

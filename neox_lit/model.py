@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from neox_lit.cache import KVCache
@@ -41,6 +43,27 @@ class NeoXModel(nn.Module):
         self.final_norm = FinalNorm(config.n_hidden, layer_norm_eps=config.layer_norm_eps)
         self.readout = ReadoutLayer(config.n_hidden, config.n_vocab, init_std=std)
         self._tie()
+
+    @classmethod
+    def from_checkpoint(
+        cls, path: str | Path, config: NeoXConfig | None = None, *, dtype: torch.dtype | None = None
+    ) -> NeoXModel:
+        """A model with the weights of a checkpoint: GPT-NeoX's, Hugging Face's, or one of `neox-lit fit`.
+
+        In `configure_model` under `Zero3Strategy` the weights are read later, by each rank its own part. Elsewhere
+        they are there when this returns, on the CPU.
+
+        Args:
+            path: See `checkpoints.open_checkpoint`.
+            config: The model. By default what a config file beside the weights says.
+            dtype: Of the parameters. By default that of the files.
+
+        Raises:
+            NeoXError: The files do not hold such a model, or not the config, or several dtypes.
+        """
+        from neox_lit.checkpoints import load_model
+
+        return load_model(path, config, dtype)
 
     def forward(self, ids: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
         """Scores of the next token at every position.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,11 +13,17 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torchmetrics import MeanMetric
 
+from lightning_zero3 import empty_parameters, load_weights
+from neox_lit.adapters import load_adapter, save_adapter
 from neox_lit.cache import KVCache
+from neox_lit.checkpoints import open_checkpoint
 from neox_lit.config import NeoXConfig
 from neox_lit.data import Batch, TextDataModule
 from neox_lit.errors import NeoXError
+from neox_lit.finetune import check_choice, set_trainable
 from neox_lit.generate import GREEDY, Continuation, Sampling, generate
+from neox_lit.int8 import require_bitsandbytes, to_int8
+from neox_lit.lora import LoRAOptions, adapted, add_lora
 from neox_lit.loss import TokenLoss, token_loss
 from neox_lit.masks import document_mask
 from neox_lit.metrics import Perplexity
@@ -37,6 +44,9 @@ class NeoXLightning(LightningModule):
         config: The model's shape. Give this or `preset`.
         preset: A published size, e.g. 'pythia-70m' or 'gpt-neox-20b'.
         overrides: Fields of the preset to replace, e.g. {n_layers: 2}.
+        pretrained: A checkpoint of GPT-NeoX, Hugging Face or this package to begin with, any format that
+            `open_checkpoint` knows. It gives the shape, too, unless `config` or `preset` does. Under `Zero3Strategy`
+            each rank reads only its part. A resumed run takes its weights from its own checkpoint.
         lr: Peak learning rate.
         betas: AdamW's decay rates of the moments.
         eps: AdamW's term in the denominator.
@@ -44,6 +54,11 @@ class NeoXLightning(LightningModule):
         warmup_steps: Optimizer steps in which the learning rate rises to `lr`.
         decay_steps: Optimizer step at which the cosine ends. 0: the end of training.
         min_lr_ratio: Learning rate at the end of the cosine, as a part of `lr`.
+        trainable: What trains: all, biases (of query_key_value, attention.dense and dense_h_to_4h), lora, or a list of
+            regular expressions of which one is found in each parameter's name, e.g. ['norm', 'readout'].
+        lora: Rank, alpha, dropout and targets of the adapters that `trainable: lora` makes.
+        int8: Keep the four linears of each block in 8 bits (LLM.int8(), needs bitsandbytes); they do not train.
+        int8_threshold: Input columns with a value at least this large are not multiplied in 8 bits.
 
     Logged: `train_loss` (nats per target, mean over ranks, each step), `val_loss`, `val_perplexity`, `test_loss`,
     `test_perplexity` (over all held-out targets of all ranks).
@@ -54,6 +69,7 @@ class NeoXLightning(LightningModule):
         config: NeoXConfig | None = None,
         preset: str | None = None,
         overrides: dict[str, Any] | None = None,
+        pretrained: str | None = None,
         lr: float = 6e-4,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -61,9 +77,17 @@ class NeoXLightning(LightningModule):
         warmup_steps: int = 0,
         decay_steps: int = 0,
         min_lr_ratio: float = 0.1,
+        trainable: list[str] | str = "all",
+        lora: LoRAOptions | None = None,
+        int8: bool = False,
+        int8_threshold: float = 6.0,
     ) -> None:
         super().__init__()
+        if pretrained is not None and config is None and preset is None:
+            config = open_checkpoint(pretrained).require_config()
         self.config = _resolve(config, preset, overrides)
+        self.pretrained = pretrained
+        check_choice(trainable, lora is not None)
         for name, value, ok, what in (
             ("lr", lr, lr > 0, "positive"),
             ("betas", betas, len(betas) == 2 and all(0 <= b < 1 for b in betas), "two numbers in [0, 1)"),
@@ -72,6 +96,7 @@ class NeoXLightning(LightningModule):
             ("warmup_steps", warmup_steps, warmup_steps >= 0, "at least 0"),
             ("decay_steps", decay_steps, decay_steps >= 0, "at least 0"),
             ("min_lr_ratio", min_lr_ratio, 0 <= min_lr_ratio <= 1, "in [0, 1]"),
+            ("int8_threshold", int8_threshold, int8_threshold >= 0, "at least 0"),
         ):
             if not ok:
                 raise NeoXError(f"model.{name} must be {what}, got {value!r}")
@@ -82,6 +107,12 @@ class NeoXLightning(LightningModule):
         self.warmup_steps = warmup_steps
         self.decay_steps = decay_steps
         self.min_lr_ratio = min_lr_ratio
+        self.trainable = trainable if isinstance(trainable, str) else list(trainable)
+        options = LoRAOptions(**lora) if isinstance(lora, dict) else lora  # a dict if from a checkpoint
+        self.lora = options or LoRAOptions() if trainable == "lora" else None
+        self.int8, self.int8_threshold = int8, int8_threshold
+        if int8:
+            require_bitsandbytes()
         # A dict of plain data, and the resolved config rather than the preset: a checkpoint means the same for ever.
         self.save_hyperparameters(
             {
@@ -93,6 +124,10 @@ class NeoXLightning(LightningModule):
                 "warmup_steps": warmup_steps,
                 "decay_steps": decay_steps,
                 "min_lr_ratio": min_lr_ratio,
+                "trainable": self.trainable,
+                "lora": self.lora.to_dict() if self.lora else None,
+                "int8": int8,
+                "int8_threshold": int8_threshold,
             }
         )
         self.model: NeoXModel | None = None
@@ -101,12 +136,31 @@ class NeoXLightning(LightningModule):
         self.test_loss, self.test_perplexity = MeanMetric(), Perplexity()
 
     def configure_model(self) -> None:
-        """Build the model, once."""
+        """Build the model, once: its weights, then int8, then adapters, and what is frozen."""
         if self.model is None:
-            self.model = NeoXModel(self.config)
+            resumed = self._trainer is not None and self.trainer.ckpt_path is not None
+            model = NeoXModel(self.config) if self.pretrained is None or resumed else self._from_files(self.pretrained)
+            if self.int8:
+                to_int8(model, self.int8_threshold)
+            if self.lora is not None:
+                add_lora(model, self.lora)
+            set_trainable(model, self.trainable)
+            self.model = model
+
+    def _from_files(self, path: str) -> NeoXModel:
+        """The model with a checkpoint's weights, in the dtype of the run."""
+        checkpoint = open_checkpoint(path, self.config)
+        if checkpoint.tokenizer is not None:
+            self._take_tokenizer(TextTokenizer.from_json(checkpoint.tokenizer))
+        with empty_parameters():
+            model = NeoXModel(self.config)
+        load_weights(model, checkpoint.tensors)
+        return model
 
     def setup(self, stage: str) -> None:
         """Check that model and data fit before anything is trained, and take the data's tokenizer."""
+        if stage == "fit" and self.int8 and self.trainable == "all":
+            raise NeoXError("with model.int8=true most weights cannot train; set model.trainable to lora or biases")
         data = getattr(self.trainer, "datamodule", None)
         if isinstance(data, TextDataModule):
             if data.tokenizer.n_tokens > self.config.n_vocab:
@@ -125,9 +179,7 @@ class NeoXLightning(LightningModule):
 
     def forward(self, ids: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
         """Logits `[batch, n_new, n_vocab]` of ids `[batch, n_new]`; see `NeoXModel.forward`."""
-        if self.model is None:
-            raise NeoXError("the model is not built yet; call configure_model() first, or let a Trainer do it")
-        return self.model(ids, cache, mask)
+        return self._built()(ids, cache, mask)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = self._loss(batch).mean
@@ -222,7 +274,12 @@ class NeoXLightning(LightningModule):
         stop: Sequence[str] = (),
         write: Callable[[str], object] | None = None,
     ) -> list[str]:
-        """`complete` for several prompts in one batch. `write` gets the first one's text only."""
+        """`complete` for several prompts in one batch. Prompt i draws with the seed + i, as it would alone.
+
+        Args:
+            max_new_tokens: Most tokens to add to each. None: what fits into `max_seq_len` after the longest prompt.
+            write: Gets the first one's text only.
+        """
         if self.tokenizer is None:
             raise NeoXError("no tokenizer is known; set module.tokenizer = TextTokenizer.from_file(path)")
         ids = [self.tokenizer.encode(prompt) or [self.tokenizer.end_of_text] for prompt in prompts]
@@ -233,21 +290,82 @@ class NeoXLightning(LightningModule):
         self.generate(ids, max_new_tokens, sampling, on_token=lambda row, token: texts[row].add(token))
         return [text.end() for text in texts]
 
+    def example_batch(self, batch_size: int, seq_len: int | None = None) -> Batch:
+        """What `training_step` gets, of zeros: for `zero3 plan`."""
+        ids = torch.zeros(batch_size, seq_len or self.config.max_seq_len, dtype=torch.int64)
+        return {"input_ids": ids, "labels": ids}
+
+    def save_adapter(self, directory: str | os.PathLike) -> None:
+        """Write the adapters alone, as files of `peft`; see `neox_lit.adapters.save_adapter`. Called on every rank."""
+        save_adapter(self._built(), directory)
+
+    def load_adapter(self, directory: str | os.PathLike) -> None:
+        """Load adapters that `save_adapter` or `peft` wrote; from then on they are what trains.
+
+        Before `fit` or, with adapters of the same shape there, during it. Called on every rank.
+        """
+        self.configure_model()
+        self.lora, self.trainable = load_adapter(self._built(), directory), "lora"
+        set_trainable(self._built(), "lora")
+        self.hparams.update({"trainable": "lora", "lora": self.lora.to_dict()})
+
+    def plan_variants(self) -> dict[str, dict[str, Any]]:
+        """Changes of the configuration that make a run smaller, by name, for `zero3 plan`."""
+        lora = {} if self.trainable == "lora" else {"model.trainable": "lora"}
+        variants: dict[str, dict[str, Any]] = {}
+        if self.trainable == "all":
+            variants["LoRA"] = lora
+        if not self.int8:
+            keeps = self.trainable in ("biases", "lora")
+            variants["int8" if self.trainable == "biases" else "int8 and LoRA"] = {
+                **({} if keeps else lora),
+                "model.int8": True,
+            }
+        return variants
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put the tokenizer into the checkpoint, as the text of a tokenizer.json."""
+        if any(lora.merged for _, _, lora in adapted(self)):
+            raise NeoXError("a checkpoint of merged adapters would apply them twice; call unmerge_lora() first")
         if self.tokenizer is not None:
             checkpoint[_TOKENIZER_KEY] = self.tokenizer.to_json()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._check_structure(checkpoint)
         if _TOKENIZER_KEY in checkpoint:
             self._take_tokenizer(TextTokenizer.from_json(checkpoint[_TOKENIZER_KEY]))
+
+    def _built(self) -> NeoXModel:
+        if self.model is None:
+            raise NeoXError("the model is not built yet; call configure_model() first, or let a Trainer do it")
+        return self.model
+
+    def _check_structure(self, checkpoint: dict[str, Any]) -> None:
+        """Raise for a resumed checkpoint of other adapters or of another int8. A base model's gets fresh adapters.
+
+        The latter only by `load_from_checkpoint(path, trainable="lora")`, where the options asked for are already among
+        the checkpoint's.
+        """
+        theirs = checkpoint.get("hyper_parameters", {})
+        trains = self._trainer is not None and self._trainer.state.fn == "fit"
+        for name, default in (("lora", None), ("int8", False), *([("trainable", "all")] if trains else [])):
+            asked = self.hparams[name]
+            if self._trainer is not None and theirs.get(name, default) != asked:
+                raise NeoXError(
+                    f"the checkpoint has model.{name}={theirs.get(name, default)!r}, this run {asked!r}; set it to the "
+                    f"checkpoint's, or start anew from NeoXLightning.load_from_checkpoint(path, {name}=...)"
+                )
+        state = checkpoint.get("state_dict", {})
+        if self._trainer is None and not any(".lora." in name for name in state):
+            state.update({name: value for name, value in self.state_dict().items() if ".lora." in name})
 
     def _take_tokenizer(self, tokenizer: TextTokenizer) -> None:
         """Set the tokenizer; another one than before would make the weights meaningless."""
         if self.tokenizer is not None and self.tokenizer.hash != tokenizer.hash:
             raise NeoXError(
                 f"the checkpoint was trained with another tokenizer ({self.tokenizer.n_tokens} and "
-                f"{tokenizer.n_tokens} tokens); set data.tokenizer to the one it was trained with"
+                f"{tokenizer.n_tokens} tokens); set data.tokenizer to the one it was trained with",
+                on_all_ranks=True,
             )
         self.tokenizer = tokenizer
 
@@ -271,7 +389,7 @@ class NeoXLightning(LightningModule):
 def _resolve(config: NeoXConfig | None, preset: str | None, overrides: dict[str, Any] | None) -> NeoXConfig:
     """The config that a user's three ways of saying it mean."""
     if config is None and preset is None:
-        raise NeoXError("neither model.config nor model.preset is given; set one")
+        raise NeoXError("none of model.config, model.preset and model.pretrained is given; set one")
     if preset is not None:
         if config is not None:
             raise NeoXError(f"model.preset={preset!r} and model.config are both given; set one of them to null")

@@ -2,8 +2,8 @@
 
 An epoch is a permutation of the samples. The ranks take the next `world x batch_size` of it in each step, dealt out
 like cards, so the number of samples taken is all that a run needs to go on, with as many ranks as it likes: it sees
-what has not been seen, each sample once. The last step of an epoch has what is left over. Every rank then has an equal share
-up to one sample, and a blank one in place of that, so all ranks have equally many batches of equal sizes.
+what has not been seen, each sample once. The last step of an epoch has what is left over. Every rank then has an equal
+share up to one sample, and a blank one in place of that, so all ranks have equally many batches of equal sizes.
 """
 
 from __future__ import annotations
@@ -118,6 +118,13 @@ class ResumableLoader:
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch. One that was resumed goes on if it is the same, and is given up if not."""
         self._epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the position is in the data module's state. Without this method Lightning warns in mid-epoch."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to do."""
 
     def __len__(self) -> int:
         """Batches of the epoch, also those before it was resumed: Lightning counts them too."""

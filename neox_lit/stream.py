@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterable, Iterator
 from itertools import count, islice
@@ -10,10 +11,11 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from neox_lit.corpus import Corpus
 from neox_lit.encode import START, Words, encode_all
+from neox_lit.errors import NeoXError
 from neox_lit.order import Position, Share
 from neox_lit.tokenizer import TextTokenizer
 from neox_lit.windows import Documents, window
@@ -36,8 +38,8 @@ class Step(NamedTuple):
     place: Place
 
 
-class StreamWindows(IterableDataset[Step]):
-    """The batches of one rank in one epoch of `n_samples` windows.
+class StreamWindows(IterableDataset[Step | str]):
+    """The batches of one rank in one epoch of `n_samples` windows; or, in place of one, what is wrong with the text.
 
     Every rank reads and tokenises the whole text and keeps its share, so that what it sees is a function of the samples
     taken alone, as in `order`. The stream goes on from epoch to epoch, and from the end of the text at its start.
@@ -70,7 +72,15 @@ class StreamWindows(IterableDataset[Step]):
         self.place = place
         self.begin = Position()
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[Step | str]:
+        if get_worker_info() is not None:  # forked, and a tokenizer's threads do not survive that
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        try:
+            yield from self._steps()
+        except NeoXError as error:  # raised by `StreamSteps`: what a loader's worker raises becomes a stack trace
+            yield str(error)
+
+    def _steps(self) -> Iterator[Step]:
         share, windows = self.share, self._windows()
         blank = window(np.empty(0, np.uint32), self.seq_len, self.documents)
         for start in range(self.begin.samples, self.n_samples, share.step):
@@ -84,13 +94,12 @@ class StreamWindows(IterableDataset[Step]):
         words, places = np.empty(0, np.uint32), np.empty((0, 3), np.int64)
         for new, place in self._words():
             words = np.concatenate((words, new))
-            new_places = np.tile(np.array(place), (len(new), 1))
-            new_places[:, -1] += np.arange(len(new))
-            places = np.concatenate((places, new_places))
+            new_places = [(place.reading, place.document, place.token + i) for i in range(len(new))]
+            places = np.concatenate((places, np.array(new_places, np.int64).reshape(-1, 3)))
             start = 0
             while len(words) - start > self.seq_len + 1:  # one more than a window, to know whether a document ends
                 end = start + self._length(words[start : start + self.seq_len + 2])
-                yield window(words[start : end + 1], self.seq_len, self.documents), Place(*places[end].tolist())
+                yield window(words[start : end + 1], self.seq_len, self.documents), Place._make(places[end].tolist())
                 start = end
             words, places = words[start:], places[start:]
 
@@ -107,7 +116,7 @@ class StreamWindows(IterableDataset[Step]):
             documents: Iterable = self.corpus.documents()
             if self.shuffle_buffer:
                 documents = _shuffled(documents, self.shuffle_buffer, random.Random(f"{self.seed} {again}"))
-            words = encode_all(islice(documents, skip, None), tokenizer, workers=1)
+            words = encode_all(islice(documents, skip, None), tokenizer)
             for document, some in enumerate(words, skip):
                 yield some[token:], Place(again, document, token)
                 token = 0
@@ -135,6 +144,8 @@ class StreamSteps:
         self._loader, self._windows = loader, windows
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for batch, place in self._loader:
-            self._windows.place = Place(*place)
-            yield batch
+        for step in self._loader:
+            if isinstance(step, str):
+                raise NeoXError(step, on_all_ranks=True)  # all ranks read the same text
+            self._windows.place = Place(*step.place)
+            yield step.batch

@@ -36,13 +36,19 @@ def cuts(words: Words, seq_len: int, documents: Documents) -> npt.NDArray[np.int
     last = len(words) - 1
     if documents != "whole":
         return np.minimum(np.arange(count_windows(len(words), seq_len) + 1) * seq_len, last)
-    ends = np.append(np.flatnonzero(words & START) - 1, last)  # the last token of each document
+    ends = np.append(_starts(words) - 1, last)  # the last token of each document
     result = [0]
     while result[-1] < last:
         limit = result[-1] + seq_len
         end = int(ends[np.searchsorted(ends, limit, side="right") - 1])
         result.append(end if end > result[-1] else limit)
     return np.array(result)
+
+
+def _starts(words: Words, block: int = 1 << 24) -> npt.NDArray[np.int64]:
+    """Indices of the first words of documents; by blocks, for the file may be larger than memory."""
+    blocks = range(0, len(words), block)
+    return np.concatenate([start + np.flatnonzero(words[start : start + block] & START) for start in blocks])
 
 
 def window(words: Words, seq_len: int, documents: Documents) -> dict[str, Tensor]:
@@ -69,7 +75,7 @@ class PackedWindows(Dataset[dict[str, Tensor]]):
     Args:
         path: The file.
         seq_len: Targets per window.
-        indices: Which windows. An index past the last window is a blank one, without targets.
+        indices: Which windows. -1 is a blank one, without targets.
         documents: 'joined': a window is a piece of one text. 'apart': items have `documents` too, for
             `masks.document_mask`. 'whole': the same, and windows end early rather than cut a document.
 
@@ -79,7 +85,9 @@ class PackedWindows(Dataset[dict[str, Tensor]]):
     with. It attends to nothing before itself, as when a text is generated from nothing, and no target is lost.
     """
 
-    def __init__(self, path: Path, seq_len: int, indices: Sequence[int], documents: Documents = "joined") -> None:
+    def __init__(
+        self, path: Path, seq_len: int, indices: Sequence[int] | npt.NDArray[np.int64], documents: Documents = "joined"
+    ) -> None:
         self.path = path
         self.seq_len = seq_len
         self.indices = indices
@@ -92,7 +100,7 @@ class PackedWindows(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, item: int) -> dict[str, Tensor]:
         index = self.indices[item]
-        start, end = self._cuts[index : index + 2] if index < len(self._cuts) - 1 else (0, -1)
+        start, end = self._cuts[index : index + 2] if index >= 0 else (0, -1)
         return window(self._words[start : end + 1], self.seq_len, self.documents)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def test_generate_from_a_sharded_checkpoint(tmp_path, trained):
 def test_bad_checkpoints_are_named(tmp_path, trained):
     with pytest.raises(NeoXError, match=r"none.ckpt': no such file"):
         load_module(str(tmp_path / "none.ckpt"))
-    with pytest.raises(NeoXError, match="is not a checkpoint, or is damaged"):
+    with pytest.raises(NeoXError, match="has no checkpoint of a known format"):
         load_module(str(tmp_path))
     (tmp_path / "bad.ckpt").write_text("not a checkpoint")
     with pytest.raises(NeoXError, match=r"bad.ckpt' is not a checkpoint, or is damaged"):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import re
 
 import pytest
 
-from neox_lit import PRESETS, NeoXConfig, NeoXError, NeoXModel
+from neox_lit import NeoXConfig, NeoXError, NeoXModel
 from tests.neox.helpers import tiny
 
 # Parameters of the released models: Biderman et al. 2023 (arXiv:2304.01373), table 1, and Black et al. 2022.
@@ -37,26 +36,6 @@ def test_defaults_are_the_20b_model():
 def test_parameter_count_is_that_of_the_model(tied):
     config = tiny(tied_readout=tied, d_ff=100)
     assert config.n_parameters == sum(p.numel() for p in NeoXModel(config).parameters())
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_agree_with_the_original_yml(name, real_data):
-    file = name.removeprefix("pythia-").removeprefix("gpt-neox-").replace(".", "-").upper() + ".yml"
-    text = (real_data / "neox-configs" / file).read_text()
-    pairs = re.findall(r'^\s*["\']([\w-]+)["\']:\s*([^,#\n]+)', text, re.MULTILINE)
-    yml = {key.replace("-", "_"): value.strip() for key, value in pairs}
-    config = NeoXConfig.preset(name)
-    assert config.n_layers == int(yml["num_layers"])
-    assert config.n_hidden == int(yml["hidden_size"])
-    assert config.n_heads == int(yml["num_attention_heads"])
-    assert config.max_seq_len == int(yml["max_position_embeddings"])
-    assert config.rotary_pct == float(yml["rotary_pct"])
-    assert config.parallel_residual is (yml["gpt_j_residual"] == "true")
-    assert config.tied_readout is not (yml["no_weight_tying"] == "true")
-    assert config.n_vocab % (128 * int(yml["model_parallel_size"])) == 0
-    assert (config.gelu == "tanh") is (yml["bias_gelu_fusion"] == "true")
-    assert config.dropout == ast.literal_eval(yml["hidden_dropout"])
-    assert (config.init_std is None) is (yml.get("init_method", "normal").strip('"') == "small_init")
 
 
 def test_overrides_and_round_trip():

@@ -75,7 +75,7 @@ def test_same_settings_give_the_same_batches():
     def batches(**settings):
         data = ready(**settings)
         loader = iter(data.train_dataloader())
-        return [next(loader)["input_ids"] for _ in range(3)], data._ready.held_out
+        return [next(loader)["input_ids"] for _ in range(3)], data._ready.held_out.tolist()
 
     (a, a_held), (b, b_held), (_, c_held) = batches(), batches(), batches(split_seed=1)
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
@@ -129,7 +129,7 @@ def test_content_hash_knows_boundaries_and_settings_but_not_names(tmp_path):
 def test_windows_are_pickled_as_a_path():
     data = ready()
     windows = data.train_dataloader()._loader.dataset
-    assert len(pickle.dumps(windows)) < 200_000 < stream(data).nbytes
+    assert len(pickle.dumps(windows)) < stream(data).nbytes / 2
     copy = pickle.loads(pickle.dumps(windows))
     assert torch.equal(copy[3]["labels"], windows[3]["labels"])
 
@@ -143,7 +143,7 @@ def test_loader_workers():
 def test_tinyshakespeare_with_the_real_tokenizer(real_data):
     data = ready(source=str(real_data / "tinyshakespeare.txt"), tokenizer=str(real_data / "20B_tokenizer.json"))
     text = (real_data / "tinyshakespeare.txt").read_text()
-    assert data.tokenizer.decode(stream(data).tolist()) == text + "<|endoftext|>"
+    assert stream(data).tolist() == [*data.tokenizer.encode(text), data.tokenizer.end_of_text]  # though in parts
     assert data.tokenizer.n_vocab == 50_304
 
 
@@ -203,7 +203,7 @@ def test_bad_rows_are_reported_with_file_and_line(tmp_path):
             with pytest.raises(NeoXError, match=f"bad row at {file}:2: {reason}.* set data.bad_rows to 'skip'"):
                 list(Corpus(str(file)).documents())
     file.write_bytes(b"\n".join(line for line, _ in BAD_LINES))
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(UserWarning, match="left out") as warned:
         documents = list(Corpus(str(file), bad_rows="skip").documents())
     assert [d.pieces[0].text for d in documents] == ["good one", "another"]
     report = str(warned[0].message)
@@ -242,7 +242,7 @@ def instructions(tmp_path, **settings) -> TextDataModule:
         for i in range(10)
     ]  # fmt: skip
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return ready(source=str(file), seq_len=96, val_fraction=0.2, **settings)
+    return ready(source=str(file), seq_len=160, vocab_size=257, val_fraction=0.2, **settings)
 
 
 @pytest.mark.parametrize("rows", ["prompt", "chat"])
@@ -254,15 +254,15 @@ def test_instructions_learn_the_response_only(tmp_path, rows):
     else:
         documents = [
             (
-                f"system: Be short.\n\nuser: Question {i}?\n\nassistant: Answer {i}.<|endoftext|>\n\nuser: And then?\n\n"
-                "assistant: No more.<|endoftext|>",
+                f"system: Be short.\n\nuser: Question {i}?\n\nassistant: Answer {i}.<|endoftext|>\n\n"
+                "user: And then?\n\nassistant: No more.<|endoftext|>",
                 f" Answer {i}.<|endoftext|> No more.<|endoftext|>",
             )
             for i in range(10)
         ]
     assert decode(stream(data).tolist()) == "".join(whole for whole, _ in documents)
     seen = []
-    windows = PackedWindows(data._ready.path, 96, range(len(data._ready.train) + len(data._ready.held_out)), "whole")
+    windows = PackedWindows(data._ready.path, 160, range(len(data._ready.train) + len(data._ready.held_out)), "whole")
     for item in windows:
         for number in item["documents"].unique().tolist():
             labels = item["labels"][(item["documents"] == number) & (item["labels"] != IGNORE)]
@@ -272,22 +272,27 @@ def test_instructions_learn_the_response_only(tmp_path, rows):
 
 
 def test_n10_documents_do_not_see_each_other(tmp_path):
-    """The logits of each document in a packed window are those of the document alone, after its end-of-text token."""
+    """Logits, loss and gradients of documents in one window are those of each alone, after its end-of-text token."""
     file = tmp_path / "text.jsonl"
     texts = ["the first document", "another, of other length entirely", "a third"]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    data = ready(source=str(file), seq_len=60, documents="apart", val_fraction=0.0)
+    data = ready(source=str(file), seq_len=60, vocab_size=257, documents="apart", val_fraction=0.0)
     module = NeoXLightning(tiny(n_vocab=384))
     module.model = random_model(module.config)
     batch = next(iter(data.train_dataloader()))
     assert (batch["labels"] != IGNORE).sum() == len(stream(data)) - 1  # no target is lost
-    logits = module._logits(batch)[0]
+    logits, total = module._logits(batch)[0], torch.zeros(())
     end, start = data.tokenizer.end_of_text, 0
     for i, text in enumerate(texts):
         ids = [*([end] if i else []), *data.tokenizer.encode(text)]
         alone = module.model(torch.tensor([ids]))[0]
         torch.testing.assert_close(logits[start : start + len(ids)], alone, rtol=1e-5, atol=1e-5)
+        total = total + torch.nn.functional.cross_entropy(alone, torch.tensor([*ids[1:], end]), reduction="sum")
         start += len(ids)
+    loss, parameters = module._loss(batch).mean, list(module.parameters())
+    expected = torch.autograd.grad(total / start, parameters)
+    torch.testing.assert_close(loss, total / start)
+    torch.testing.assert_close(torch.autograd.grad(loss, parameters), expected, rtol=1e-4, atol=1e-6)
     joined = module(batch["input_ids"])[0]
     assert not torch.allclose(joined[start - 2], logits[start - 2], atol=1e-3)
 
@@ -308,14 +313,17 @@ def test_cuts_lose_nothing(documents):
                 assert edge + 1 in starts or after - before > 17
 
 
-def test_several_threads_keep_the_order(tmp_path):
+def test_tokenising_in_parts_and_at_once_is_the_same(tmp_path):
+    """Many documents, taken in batches, and one that is cut for several cores: the tokens of each alone."""
+    texts = [f"document {i} " * (i % 7 + 1) for i in range(1_500)] + ["a long one,\n\n  cut \tat  spaces \n" * 6_000]
     file = tmp_path / "many.jsonl"
-    file.write_text("".join(json.dumps({"text": f"document {i} " * (i % 7 + 1)}) + "\n" for i in range(2_000)))
-    tokenizer = TextTokenizer.train(["document 0123456789"], 300)
-    one, three = (list(encode_all(Corpus(str(file)).documents(), tokenizer, workers)) for workers in (1, 3))
-    assert len(one) == 2_000
-    assert all(np.array_equal(a, b) for a, b in zip(one, three, strict=True))
-    assert tokenizer.decode((one[1_000][:-1] & ID).tolist()) == "document 1000 " * 7
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer = TextTokenizer.train(["document 0123456789,\n\n  a long one cut \tat  spaces"], 300)
+    words = list(encode_all(Corpus(str(file)).documents(), tokenizer))
+    assert [(some & ID).tolist() for some in words] == [
+        [*tokenizer.encode(text), tokenizer.end_of_text] for text in texts
+    ]
+    assert [np.flatnonzero(some & START).tolist() for some in words] == [[0]] * len(texts)
 
 
 def test_a_validation_text_of_its_own(tmp_path):

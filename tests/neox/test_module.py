@@ -131,7 +131,7 @@ def test_three_ways_to_say_the_shape():
     assert NeoXLightning(preset="pythia-14m", overrides={"n_layers": 1}).config.n_layers == 1
     assert NeoXLightning(tiny()).config == tiny()
     assert NeoXLightning(tiny().to_dict()).config == tiny()
-    with pytest.raises(NeoXError, match=r"neither model.config nor model.preset is given"):
+    with pytest.raises(NeoXError, match=r"none of model.config, model.preset and model.pretrained is given"):
         NeoXLightning()
     with pytest.raises(NeoXError, match=r"model.preset='pythia-14m' and model.config are both given"):
         NeoXLightning(tiny(), preset="pythia-14m")

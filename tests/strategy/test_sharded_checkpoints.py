@@ -251,14 +251,25 @@ def test_what_goes_wrong_while_writing_is_raised_on_every_rank(tmp_path, save_as
     if dist.get_rank() == 0:
         blocked.touch()
     dist.barrier()
+    write = sharded_checkpoint.write
+
+    def write_and_dawdle(*args):  # a rank that knows of the error steps later than the other
+        try:
+            write(*args)
+        finally:
+            time.sleep(0.5 * dist.get_rank())
 
     class Save(Callback):
         def on_train_batch_end(self, trainer, module, *_):
-            trainer.save_checkpoint(blocked / "x.ckpt")  # a file where a folder should be
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(blocked / "x.ckpt")  # a file where a folder should be
 
-    t = trainer(zero3(state_dict_type="sharded", save_async=save_async), max_epochs=2, callbacks=[Save()])
-    with pytest.raises(Zero3Error, match="cannot write the checkpoint .*blocked/x.ckpt .*rank 0: "):
-        t.fit(Task(make_mlp()), common_batches())
+    t = trainer(zero3(state_dict_type="sharded", save_async=save_async), max_epochs=200, callbacks=[Save()])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_checkpoint, "write", write_and_dawdle)
+        with pytest.raises(Zero3Error, match="cannot write the checkpoint .*blocked/x.ckpt .*rank 0: "):
+            t.fit(Task(make_mlp()), common_batches())
+    assert t.global_step < 600
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------
@@ -394,3 +405,65 @@ def test_killed_at_any_moment_of_saving_the_newest_complete_one_loads(tmp_path):
         assert loaded["number"] >= last
         last = loaded["number"]
     assert last > 10
+
+
+# -- by name, and loosely ---------------------------------------------------------------------------------------------
+
+
+@distributed(world=2)
+def test_best_last_hpc_and_paths_name_directories_too(tmp_path):
+    """L10: in every stage, on the Trainer that wrote them and on another."""
+    root = tmp_path / "root"
+    keep = ModelCheckpoint(tmp_path / "kept", monitor="val_loss", mode="max", save_top_k=-1, save_last=True)
+    t = trainer(zero3(state_dict_type="sharded"), max_epochs=2, callbacks=[keep], default_root_dir=root)
+    module = Task(make_mlp(), with_schedule)
+    t.fit(module, common_batches(), common_batches())
+    t.save_checkpoint(root / "hpc_ckpt_2.ckpt")
+    first, last = (sharded_checkpoint.load_whole(path) for path in (keep.best_model_path, keep.last_model_path))
+    assert (first["epoch"], last["epoch"]) == (0, 1)
+    for name, expected in (("best", first), ("last", last), ("hpc", last), (keep.best_model_path, first)):
+        for stage in (t.validate, t.test):
+            stage(module, common_batches(), ckpt_path=name, verbose=False)
+            assert_same(weights_of(module), expected["state_dict"], rtol=0, atol=0)
+        t.predict(module, common_batches(), ckpt_path=name)
+        assert_same(weights_of(module), expected["state_dict"], rtol=0, atol=0)
+
+    whole = Task(make_mlp(), with_schedule)
+    trainer("ddp", max_epochs=3).fit(whole, common_batches())
+    for name in ("last", "hpc"):
+        keep = ModelCheckpoint(tmp_path / "kept", monitor="val_loss", mode="max", save_top_k=-1, save_last=True)
+        t = trainer(zero3(), max_epochs=3, callbacks=[keep], default_root_dir=root)
+        again = Task(make_mlp(), with_schedule)
+        t.fit(again, common_batches(), common_batches(), ckpt_path=name)
+        assert t.global_step == t.num_training_batches * 3
+        assert_same(weights_of(again), weights_of(whole), rtol=1e-4, atol=1e-5)
+        dist.barrier()
+
+
+class Other(Saved):
+    """`Saved`, with one parameter more and one of another name."""
+
+    def __init__(self, width: int = 15):
+        super().__init__(width)
+        self.more = nn.Parameter(torch.full((3,), 7.0))
+        self.net.rescale = self.net._parameters.pop("scale")
+        self.net.scale = None
+
+
+@distributed(world=2)
+def test_loading_is_strict_unless_told_otherwise(tmp_path):
+    path = tmp_path / "x.ckpt"
+    weights = fit_and_save(path)
+    with pytest.raises(RuntimeError, match=r"(?s)more.*net\.scale|net\.scale.*more"):
+        Other.load_from_checkpoint(path)
+    loaded = dict(Other.load_from_checkpoint(path, strict=False).state_dict())
+    module = Other(width=14)
+    with pytest.raises(Zero3Error, match=r"(?s)more.*net\.scale|net\.scale.*more"):
+        trainer(zero3()).validate(module, common_batches(), ckpt_path=path, verbose=False)
+    module = Other(width=14)
+    module.strict_loading = False
+    trainer(zero3()).validate(module, common_batches(), ckpt_path=path, verbose=False)
+    expected = {**weights, "more": torch.full((3,), 7.0), "net.rescale": torch.tensor(0.5)}
+    del expected["net.scale"]
+    assert_same(loaded, expected, rtol=0, atol=0)
+    assert_same(weights_of(module), expected, rtol=0, atol=0)

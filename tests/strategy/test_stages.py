@@ -1,5 +1,7 @@
 """fit, validate, test and predict, one after another, on the same and on other Trainers."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -174,6 +176,20 @@ def test_shortened_runs_are_ddps(options):
         t.fit(module, data(), data(seed=1))
         results.append([t.global_step, weights_of(module)])
     assert_same(results[0], results[1], rtol=1e-4)
+
+
+@distributed(world=[1, 2])
+def test_a_model_that_nobody_holds_is_freed_with_its_shards_and_process_groups(world):
+    """Notebooks and sweeps make many. (torch keeps hooks of parameters where the garbage collector does not look.)"""
+
+    def fit():
+        module, t = mlp_task(), trainer(zero3(), max_epochs=1)
+        t.fit(module, data(), data(seed=1))
+        return weakref.ref(t.strategy.engine), weakref.ref(t.strategy.engine.layers[0].chunks[0].params[0])
+
+    held = fit()
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
 
 
 class Frozen(Task):
