@@ -105,8 +105,10 @@ class StreamWindows(IterableDataset[Step | str]):
 
     def _length(self, words: Words) -> int:
         """Targets of the window that begins with these words; see `windows.cuts`."""
-        ends = np.flatnonzero(words[2:] & START) if self.documents == "whole" else ()
-        return int(ends[-1]) + 1 if len(ends) else self.seq_len
+        if self.documents != "whole":
+            return self.seq_len
+        ends = np.flatnonzero(words[2:] & START) + 1
+        return int(ends[-1]) if len(ends) else self.seq_len
 
     def _words(self) -> Iterator[tuple[Words, Place]]:
         """Words by document, without end, from `place` on."""

@@ -116,6 +116,28 @@ def test_named_data_set(monkeypatch):
         ready(source="someone/something")
 
 
+def test_named_data_set_is_streamed(monkeypatch, tmp_path):
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"text": [f"text number {i} " * 9 for i in range(30)]})
+    asked = []
+
+    def load_dataset(name, config, split, streaming=False):
+        asked.append((name, config, split, streaming))
+        return rows.to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    tokenizer = TextTokenizer.train(rows["text"], 300)
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
+    data = ready(source="someone/something", tokenizer=str(tmp_path / "tokenizer.json"), streaming=True,
+                 epoch_windows=12, dataset_config="small")  # fmt: skip
+    labels = torch.cat([batch["labels"].flatten() for batch in data.train_dataloader()])
+    assert "".join(f"{text}<|endoftext|>" for text in rows["text"]).startswith(
+        tokenizer.decode([tokenizer.encode("text")[0], *labels.tolist()])
+    )
+    assert set(asked) == {("someone/something", "small", "train", True)}
+
+
 def test_content_hash_knows_boundaries_and_settings_but_not_names(tmp_path):
     def of(*texts, **settings):
         file = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"

@@ -57,7 +57,7 @@ def fit(data: dict, directory: str, ckpt_path: str | None = None) -> list:
     record, save = Record(), {"dirpath": directory, "save_top_k": -1, "enable_version_counter": False}
     world = torch.distributed.get_world_size()
     saves = [
-        ModelCheckpoint(filename="{step}", every_n_train_steps=1, **save),
+        ModelCheckpoint(filename="{step}", every_n_train_steps=3, **save),
         ModelCheckpoint(filename="end-{epoch}", every_n_epochs=1, save_on_train_epoch_end=True, **save),
     ]
     trainer = Trainer(
@@ -113,7 +113,7 @@ def test_a_run_goes_on_where_it_stopped_at_any_world_size(tmp_path, source):
         for rank in range(2):
             assert [step[:2] for step in again[rank]] == [step[:2] for step in whole[rank][taken:]]
             assert_same([step[2] for step in again[rank]], [step[2] for step in whole[rank][taken:]])
-    for world, checkpoint, taken in ((1, "step=3", 12), (3, "step=3", 12), (3, "end-epoch=0", 27)):
+    for world, checkpoint, taken in ((1, "step=3", 12), (3, "step=3", 12), (1, "end-epoch=0", 27)):
         first, second = together(run(fit, world, data, str(tmp_path), str(tmp_path / f"{checkpoint}.ckpt")))
         assert first == epochs[0][taken:], (world, checkpoint)
         assert second == epochs[1], (world, checkpoint)
@@ -178,8 +178,8 @@ def test_streamed_training_resumes_at_another_world_size(tmp_path, source):
     data |= {"streaming": True, "epoch_windows": 14, "num_workers": 0, "shuffle_buffer": 4}
     epochs = together(run(fit, 2, data, str(tmp_path)))
     assert len(set(epochs[0] + epochs[1])) == 28
-    again = together(run(fit, 1, data, str(tmp_path), str(tmp_path / "step=2.ckpt")))
-    assert again == [epochs[0][8:], epochs[1]]
+    again = together(run(fit, 1, data, str(tmp_path), str(tmp_path / "step=3.ckpt")))
+    assert again == [epochs[0][12:], epochs[1]]
 
 
 def command(arguments: list[str]) -> object:
@@ -192,7 +192,7 @@ def command(arguments: list[str]) -> object:
 
 
 def test_wrong_data_is_one_error_on_rank_0_before_training(tmp_path):
-    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "empty.jsonl").touch()
     fit = ["fit", "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.strategy=zero3"]
     fit += ["--trainer.logger=false", "--trainer.enable_progress_bar=false", "--data.vocab_size=300"]
     fit += ["--model.config.n_hidden=16", "--model.config.n_layers=1", "--model.config.n_heads=1"]
@@ -200,7 +200,7 @@ def test_wrong_data_is_one_error_on_rank_0_before_training(tmp_path):
     for settings, message in (
         (["--data.seq_len=64", "--model.config.max_seq_len=32"], "data.seq_len=64 is above .*max_seq_len=32"),
         (["--model.config.n_vocab=256"], "tokenizer has 300 tokens, more than the model's config.n_vocab=256"),
-        ([f"--data.source={tmp_path}/empty.txt"], "bad row at .*empty.txt: 'text' is empty"),
+        ([f"--data.source={tmp_path}/empty.jsonl"], "data.source='.*empty.jsonl' has no text in it"),
     ):
         first, second = run(command, 2, [*fit, *settings])
         assert re.search(f"^neox-lit: error: .*{message}", str(first)), first
