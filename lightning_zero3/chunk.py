@@ -21,11 +21,11 @@ __all__ = ["Chunk", "PrecisionPolicy", "Segment"]
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """Which dtypes trainable parameters take on their way.
+    """Which dtypes parameters take on their way.
 
     Attributes:
-        param_dtype: of gathered floating-point matrices that train; default as stored, as vectors and frozen ones
-            always travel. The chunk is then the master copy: it is cast once per fetch, before it travels.
+        param_dtype: of gathered floating-point matrices; default as stored, as vectors always travel. The chunk is then
+            the master copy: it is cast once per fetch, before it travels.
         reduce_dtype: of gradients while they are reduced; default as the chunk is stored. They land in the chunk's.
     """
 
@@ -85,7 +85,7 @@ class Chunk:
         self.params = [dict(named)[name] for name in self.names]
         self.trainable = trainable
         self.dtype = self.params[0].dtype
-        casts = policy.param_dtype is not None and trainable and self.dtype.is_floating_point
+        casts = policy.param_dtype is not None and self.dtype.is_floating_point
         self.compute_dtype = policy.param_dtype if casts and policy.param_dtype else self.dtype
         self.reduce_dtype = policy.reduce_dtype or self.dtype
         # The mean is the sum times 1/N: on this rank's part afterwards, 1/N of the work, unless a sum could overflow.

@@ -145,9 +145,11 @@ def _plan(args: argparse.Namespace) -> None:
 
     first = planned({})
     batch_size = args.batch_size or first.batch_size
-    print(command.table(first, batch_size, args.memory, args.bandwidth))
+    print(command.table(first, batch_size, args.memory, args.bandwidth), flush=True)
     if args.compare:
-        print("\n" + command.comparison(command.variants_of(planned, first), batch_size, args.memory))
+        print(flush=True)
+        for line in command.comparison(command.variants_of(planned, first), batch_size, args.memory):
+            print(line, flush=True)
     if args.plot:
         command.plot(first, batch_size, args.plot)
         print(args.plot)

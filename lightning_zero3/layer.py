@@ -140,7 +140,7 @@ class Zero3Layer(nn.Module):
         mixed = engine.policy.param_dtype is not None
         kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
         for name, param in sorted(named, key=lambda item: (not item[1].requires_grad, str(item[1].dtype))):
-            cast = mixed and param.requires_grad and param.ndim > 1
+            cast = mixed and param.ndim > 1
             kinds.setdefault((param.requires_grad, param.dtype, cast), []).append((name, param))
         return [
             Chunk(

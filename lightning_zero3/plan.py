@@ -28,7 +28,7 @@ from lightning_zero3.errors import Zero3Error
 from lightning_zero3.report import Report, human
 from lightning_zero3.weights import empty_parameters
 
-__all__ = ["ImaginedRanks", "Plan", "largest_micro_batch", "plan"]
+__all__ = ["ImaginedRanks", "Plan", "Rehearsal", "largest_micro_batch", "plan"]
 
 
 class ImaginedRanks(Communicator):
@@ -94,7 +94,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
+        for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
                 self._see(tensor.untyped_storage())
         return out
@@ -172,52 +172,79 @@ def plan(
     Raises:
         Zero3Error: training needs values, which there are none of; or the run itself would raise.
     """
-    from lightning_zero3.strategy import Zero3Strategy
+    rehearsal = Rehearsal(
+        make_module,
+        world_size=world_size,
+        strategy=strategy,
+        precision=precision,
+        micro_batches=micro_batches,
+        accelerator=accelerator,
+    )
+    return rehearsal.plan(make_batch)
 
-    with _quiet():
-        return _plan(
-            make_module, make_batch, world_size, strategy or Zero3Strategy(), precision, micro_batches, accelerator
-        )
 
+class Rehearsal:
+    """A run without memory, of which steps can be planned with one batch after the other. Arguments as for `plan`."""
 
-def _plan(
-    make_module: Callable[[], Any],
-    make_batch: Callable[[Any], Any],
-    world_size: int,
-    strategy: Any,
-    precision: Any,
-    micro_batches: int,
-    accelerator: str,
-) -> Plan:
-    trainer = _trainer(strategy, precision)
-    with strategy.tensor_init_context(), empty_parameters():
-        module = make_module()
-        trainer.strategy.connect(module)
-        module._trainer = trainer
-        module.configure_model()
-        strategy.precision_plugin.convert_module(module)
-    comm, live = ImaginedRanks(world_size, streams=accelerator == "cuda"), LiveBytes()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        try:
+    def __init__(
+        self,
+        make_module: Callable[[], Any],
+        *,
+        world_size: int,
+        strategy: Any = None,
+        precision: Any = "32-true",
+        micro_batches: int = 1,
+        accelerator: str = "cpu",
+    ) -> None:
+        from lightning_zero3.strategy import Zero3Strategy
+
+        self._strategy = strategy = strategy or Zero3Strategy()
+        self._micro_batches = micro_batches
+        with _quiet():
+            trainer = _trainer(strategy, precision)
+            with strategy.tensor_init_context(), empty_parameters():
+                self._module = module = make_module()
+                trainer.strategy.connect(module)
+                module._trainer = trainer
+                module.configure_model()
+                strategy.precision_plugin.convert_module(module)
+        self._comm, self._live = ImaginedRanks(world_size, streams=accelerator == "cuda"), LiveBytes()
+        self._steps = 0
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with self._mode:
             _pretend(module)
-            with live:
-                engine = strategy.shard(comm)
-            optimizers = _optimizers(module, strategy)
-            batch = tree_map_only(Tensor, torch.empty_like, make_batch(module))
+            with self._live:
+                self._engine = strategy.shard(self._comm)
+            self._optimizers = _optimizers(module, strategy)
             module.train()
-            for _ in range(2):  # in the first the order of layers is recorded, and not much fetched ahead
-                comm.traffic.reset()
-                with live:
-                    _step(module, strategy, optimizers, batch, micro_batches)
-        except Exception as error:
-            if "DataDependent" in type(error).__name__ or "DataDependent" in str(error):
-                raise Zero3Error(
-                    f"{type(module).__name__}.training_step looks at values ({error}), and a plan has none. Keep "
-                    ".item() and `if tensor` out of it, or plan a module that leaves them out."
-                ) from error
-            raise
-        report = replace(Report.of(engine, []), optimizer=_optimizer_bytes(strategy, optimizers))
-    return Plan(report, live.peak + report.optimizer[0], replace(comm.traffic))
+        self._peak_before = self._live.peak
+
+    def plan(self, make_batch: Callable[[Any], Any]) -> Plan:
+        """What a step takes with a batch. See `plan`."""
+        live, module = self._live, self._module
+        live.peak = live.now
+        with self._mode, _quiet():
+            batch = tree_map_only(Tensor, torch.empty_like, make_batch(module))
+            try:
+                steady = False
+                while not steady:  # the first step records the order of layers; fetching ahead then takes more slots
+                    slots = self._engine.pool.nbytes
+                    self._comm.traffic.reset()
+                    with live:
+                        _step(module, self._strategy, self._optimizers, batch, self._micro_batches)
+                    self._steps += 1
+                    steady = self._steps > 1 and self._engine.pool.nbytes == slots
+            except Exception as error:
+                if "DataDependent" in type(error).__name__ or "DataDependent" in str(error):
+                    raise Zero3Error(
+                        f"{type(module).__name__}.training_step looks at values ({error}), and a plan has none. Keep "
+                        ".item() and `if tensor` out of it, or plan a module that leaves them out."
+                    ) from error
+                raise
+            optimizer = _optimizer_bytes(self._strategy, self._optimizers)
+            report = replace(Report.of(self._engine, []), optimizer=optimizer)
+        peak = max(self._peak_before, live.peak) + optimizer[0]
+        return Plan(report, peak, replace(self._comm.traffic))
 
 
 def _pretend(module: nn.Module) -> None:
@@ -273,16 +300,18 @@ def _optimizers(module: Any, strategy: Any) -> list[Optimizer]:
 
 
 def _step(module: Any, strategy: Any, optimizers: list[Optimizer], batch: Any, micro_batches: int) -> None:
-    """Forward and backward of each micro-batch."""
-    for optimizer in optimizers:
-        optimizer.zero_grad()
+    """Forward and backward of each micro-batch. As in Lightning's loop, forward finds the last step's gradients."""
     for micro in range(micro_batches):
         last = micro == micro_batches - 1
         context = torch.enable_grad() if last else strategy.block_backward_sync()
         with context:
             output = strategy.training_step(batch, micro)
+            for optimizer in optimizers if micro == 0 else ():
+                optimizer.zero_grad()
             loss = output["loss"] if isinstance(output, dict) else output
             strategy.backward(loss, optimizers[0] if optimizers else None)
+    for optimizer in optimizers:
+        strategy.segments(optimizer)  # as they are shown for a step
 
 
 def _optimizer_bytes(strategy: Any, optimizers: list[Optimizer]) -> tuple[int, int]:

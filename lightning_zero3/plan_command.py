@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero3.errors import Zero3Error
-from lightning_zero3.plan import Plan, largest_micro_batch, plan
+from lightning_zero3.plan import Plan, Rehearsal, largest_micro_batch
 from lightning_zero3.report import human
 from lightning_zero3.weights import empty_parameters
 from lightning_zero3.wrap import choose
@@ -48,11 +48,14 @@ class Planned:
 
     def _of(self, batch_size: int) -> Plan:
         """The plan for micro-batches of `batch_size` samples."""
+        return self._rehearsal.plan(lambda module: _batch(module, batch_size, self._seq_len))
+
+    @cached_property
+    def _rehearsal(self) -> Rehearsal:
         from lightning_zero3.strategy import Zero3Strategy
 
-        return plan(
+        return Rehearsal(
             self._make_module,
-            lambda module: _batch(module, batch_size, self._seq_len),
             world_size=self.world_size,
             strategy=Zero3Strategy(**self.strategy),
             precision=self.precision,
@@ -177,10 +180,10 @@ def table(planned: Planned, batch_size: int, memory: int | None, bandwidth: int 
     return "\n".join(lines)
 
 
-def comparison(variants: dict[str, Planned], batch_size: int, memory: int | None) -> str:
-    """What changes if the run is configured otherwise: a line for each variant."""
+def comparison(variants: dict[str, Planned], batch_size: int, memory: int | None) -> Iterator[str]:
+    """What changes if the run is configured otherwise: a line for each variant, each made when it is asked for."""
     heads = ("states", "slots", "activations", "peak", "sent a step", *(["micro-batch"] if memory else []))
-    lines = [" " * 28 + "".join(f"{head:>14}" for head in heads)]
+    yield " " * 28 + "".join(f"{head:>14}" for head in heads)
     for name, planned in variants.items():
         found = planned.of(batch_size)
         slots = found.report.slots[0]
@@ -188,8 +191,7 @@ def comparison(variants: dict[str, Planned], batch_size: int, memory: int | None
         cells = [human(n) for n in (found.report.total[0] - slots, slots, found.activations, found.peak, sent)]
         if memory:
             cells.append(str(largest_micro_batch(planned.of, memory)))
-        lines.append(f"{name:<28}" + "".join(f"{cell:>14}" for cell in cells))
-    return "\n".join(lines)
+        yield f"{name:<28}" + "".join(f"{cell:>14}" for cell in cells)
 
 
 def variants_of(make: Callable[[dict[str, Any]], Planned], first: Planned) -> dict[str, Planned]:

@@ -173,7 +173,9 @@ def full_state_dict(
         return state if only is None else {key: value for key, value in state.items() if only(key)}
     engine = layers[0].engine
     engine.comm.together("full_state_dict()")
-    state = {key: value for key, value in _bare_state_dict(module, engine).items() if take(key)}
+    state = _bare_state_dict(module, engine)
+    for key in [key for key in state if not take(key)]:
+        del state[key]
     asked = {id(value) for value in state.values()}
     wanted = engine.comm.rank == 0 or not rank0_only
     full: dict[int, Tensor] = {}

@@ -482,7 +482,9 @@ class Zero3StrategyMixin(_Base):
             return sharded_checkpoint.load(checkpoint_path, comm, weights_only)
         try:
             return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc]
-        except (RuntimeError, EOFError) as error:  # torch does not say of which file
+        except FileNotFoundError:
+            raise
+        except (RuntimeError, EOFError, OSError) as error:  # torch does not say of which file
             raise Zero3Error(f"cannot read the checkpoint {checkpoint_path}: {error}") from error
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

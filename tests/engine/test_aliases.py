@@ -178,9 +178,10 @@ def test_complex_weights_are_not_cast_by_mixed_precision():
     model = Complex()
     kept = model.turn.detach().clone()
     engine = shard_module(model, None, precision=PrecisionPolicy(param_dtype=torch.bfloat16))
-    assert {(c.dtype, c.compute_dtype) for layer in engine.layers for c in layer.chunks} == {
-        (torch.complex64, torch.complex64),
-        (torch.float32, torch.bfloat16),
+    assert {(*c.names, c.dtype, c.compute_dtype) for layer in engine.layers for c in layer.chunks} == {
+        ("turn", torch.complex64, torch.complex64),
+        ("out.weight", torch.float32, torch.bfloat16),
+        ("out.bias", torch.float32, torch.float32),
     }
     assert_same(weights_of(model)["turn"], kept, rtol=0, atol=0)
 

@@ -95,7 +95,8 @@ def test_bf16_compute_with_float32_masters_stays_near_ddp():
         for layer in engine.layers:
             for chunk in layer.trainable:
                 assert chunk.data.dtype == torch.float32
-                assert all(s.param.grad.dtype == torch.float32 for s in chunk.segments)
+                held = [s.param.grad for s in chunk.segments if s.indices]  # a rank may have padding only
+                assert all(grad.dtype == torch.float32 for grad in held)
 
     policy = PrecisionPolicy(param_dtype=torch.bfloat16)
     ours = train_zero3(make_mlp, pairs(), adamw, 10, loss=loss, policy={Block}, precision=policy, each_step=check)

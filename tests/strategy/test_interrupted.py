@@ -75,7 +75,10 @@ class SaveTwice(Callback):
 
 
 def limit_files(nbytes):
-    """What this process writes beyond that many bytes of a file is an error, as on a full disk."""
+    """What this process writes beyond that many bytes of a file is an error, as on a full disk.
+
+    Not so few that the store in which ranks meet, a file too, would be full.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
 
@@ -89,13 +92,13 @@ def test_a_disk_that_is_full_for_one_rank_is_an_error_on_all_and_keeps_the_last_
         path = tmp_path / f"{kind}.ckpt"
         mine = dist.get_rank() == full_on
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        save = SaveTwice(path, lambda mine=mine: limit_files(1000) if mine else None, lambda n=limit: limit_files(n))
+        save = SaveTwice(path, lambda mine=mine: limit_files(100_000) if mine else None, lambda n=limit: limit_files(n))
         t = trainer(strategy_named(kind), max_epochs=1, callbacks=[save], use_distributed_sampler=False)
         with pytest.raises(Zero3Error, match=f"cannot write the checkpoint .*{kind}.ckpt .*rank {full_on}"):
-            t.fit(Saved(width=40), common_batches())
+            t.fit(Saved(width=3000), common_batches())
         dist.barrier()
         assert os.listdir(tmp_path) == [path.name]
-        module = Saved(width=40)
+        module = Saved(width=3000)
         trainer(zero3()).validate(module, common_batches(), ckpt_path=path, verbose=False)
         assert_same(weights_of(module), save.weights, rtol=0, atol=0)
         dist.barrier()
@@ -106,9 +109,9 @@ def test_a_disk_that_is_full_for_one_rank_is_an_error_on_all_and_keeps_the_last_
 
 @pytest.fixture
 def tiny_disk(tmp_path):
-    """A file system of 300 kB."""
+    """A file system of 800 kB."""
     (tmp_path / "disk").mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(tmp_path / "disk")]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=800k", "tmpfs", str(tmp_path / "disk")]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("mounting is not allowed here")
     yield tmp_path / "disk"

@@ -6,7 +6,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_zero3 import Zero3Error
-from lightning_zero3.plan import LiveBytes, largest_micro_batch, plan
+from lightning_zero3.plan import LiveBytes, Rehearsal, largest_micro_batch, plan
 from tests.harness import distributed
 from tests.harness.models import Task
 from tests.strategy.runs import trainer, zero3
@@ -105,11 +105,29 @@ def test_a_run_takes_what_was_planned(case, world):
         )
 
 
-def test_the_largest_micro_batch():
-    def plan_of(size):
-        return plan(
-            lambda: Task(Text(), loss=text_loss), lambda _: torch.zeros(size, 64, dtype=torch.long), world_size=4
+@pytest.mark.parametrize("case", ["plain", "checkpointed", "bf16-mixed"])
+def test_one_rehearsal_plans_any_batch_as_a_new_one_would(case):
+    model, options, run = CASES[case]
+
+    def rehearsal():
+        return Rehearsal(
+            lambda: Task(Text(**model), loss=text_loss),
+            world_size=4,
+            strategy=zero3(nn.TransformerEncoderLayer, nn.Embedding, **options),
+            precision=run.get("precision", "32-true"),
         )
+
+    used = rehearsal()
+    for size in (8, 1, 3):
+        batch = torch.zeros(size, 64, dtype=torch.long)
+        assert used.plan(lambda _, batch=batch: batch) == rehearsal().plan(lambda _, batch=batch: batch)
+
+
+def test_the_largest_micro_batch():
+    rehearsal = Rehearsal(lambda: Task(Text(), loss=text_loss), world_size=4)
+
+    def plan_of(size):
+        return rehearsal.plan(lambda _: torch.zeros(size, 64, dtype=torch.long))
 
     budget = plan_of(3).peak
     assert largest_micro_batch(plan_of, budget) == 3

@@ -75,6 +75,20 @@ def test_mixed_precision_is_ddps_within_its_noise(precision, make_model):
     assert {w.dtype for w in ours.weights.values()} == {torch.float32}
 
 
+@distributed(world=2)
+def test_frozen_matrices_travel_in_the_small_dtype_too():
+    def frozen_task():
+        task = Task(make_plain_mlp(), momentum)
+        next(task.parameters()).requires_grad_(False)
+        return task
+
+    strategy, data = zero3(), loader(Pairs(400, 7))
+    ours, ddp = (fit(s, frozen_task, data, steps=20, **mixed("bf16-mixed")) for s in (strategy, "ddp"))
+    same_run(ours, ddp, rtol=1e-3, atol=1e-4)
+    fixed = [c for layer in strategy.engine.layers for c in layer.chunks if not c.trainable]
+    assert [(len(c.params), c.dtype, c.compute_dtype) for c in fixed] == [(1, torch.float32, torch.bfloat16)]
+
+
 def flat(values):
     items = values.values() if isinstance(values, dict) else values
     return torch.cat([torch.as_tensor(v, dtype=torch.float64).flatten() for v in items])

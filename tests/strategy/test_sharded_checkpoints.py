@@ -361,7 +361,7 @@ def _extra():
 
 
 def test_inspect_prints_what_a_file_of_the_same_run_would_have(tmp_path):
-    from lightning_zero3.cli import inspect_checkpoint
+    from lightning_zero3.inspection import inspect_checkpoint
 
     told = []
     for kind in ("sharded", "full"):
