@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +15,7 @@ import jsonargparse
 import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import lightning_zero3  # noqa: F401  registers strategy names, and its classes can be named in YAML
 from lightning_zero3 import Zero3Error
@@ -28,29 +31,67 @@ from neox_lit.module import NeoXLightning
 def generate(
     checkpoint: str,
     prompt: str = "",
+    prompts_file: str | None = None,
+    batch_size: int = 8,
     max_new_tokens: int | None = None,
     temperature: float = 0.8,
     top_k: int = 0,
     top_p: float = 0.95,
+    repetition_penalty: float = 1.0,
+    stop: list[str] | None = None,
     seed: int = 0,
     device: str | None = None,
 ) -> None:
-    """Continue a text with a trained model and print prompt and continuation.
+    """Continue a text with a trained model and print prompt and continuation, word by word as it comes.
 
     Args:
         checkpoint: A .ckpt, file or directory, that `neox-lit fit` wrote, or a directory of GPT-NeoX or Hugging Face
             with a tokenizer.json.
         prompt: Text to continue. Empty: begin a new document.
-        max_new_tokens: Most tokens to add. By default what fits into the model's `max_seq_len`.
+        prompts_file: A file with a prompt in each line, in place of `prompt`. For each, a line of JSON is printed with
+            `prompt` and `text`, what follows it.
+        batch_size: Prompts of the file that are continued at the same time.
+        max_new_tokens: Most tokens to add. By default what fits into the model's `max_seq_len`, in a file of prompts
+            after the longest of a batch.
         temperature: Divides the logits; 0 takes the likeliest token always.
         top_k: Choose among the k likeliest tokens only; 0 is no limit.
         top_p: Choose among the likeliest tokens that together have this probability; 1 is no limit.
-        seed: The same seed gives the same text.
+        repetition_penalty: Makes tokens that the text has already less likely; 1 is none, 1.2 a common choice.
+        stop: A list of texts, e.g. '["\\n\\n"]'; generation ends before the first of them.
+        seed: The same seed gives the same text. Line i of a file, from 0, draws with seed + i.
         device: 'cpu', 'cuda', 'cuda:1', ... By default a GPU if there is one.
     """
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    sampling = Sampling(
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, repetition_penalty=repetition_penalty
+    )
+    if prompt and prompts_file is not None:
+        raise NeoXError("prompt and prompts_file are both given; leave one out")
+    if batch_size < 1:
+        raise NeoXError(f"batch_size must be at least 1, got {batch_size}")
+    prompts = _lines(prompts_file) if prompts_file is not None else None
     module = load_module(checkpoint, device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    print(prompt + module.complete(prompt, max_new_tokens, sampling))
+    if prompts is not None:
+        for first in range(0, len(prompts), batch_size):
+            some = prompts[first : first + batch_size]
+            texts = module.complete_all(some, max_new_tokens, replace(sampling, seed=seed + first), stop=stop or ())
+            for before, text in zip(some, texts, strict=True):
+                print(json.dumps({"prompt": before, "text": text}, ensure_ascii=False), flush=True)
+        return
+    start = [prompt]  # printed with the first piece: an error in the settings comes before any text
+
+    def write(text: str) -> None:
+        print(start.pop() + text if start else text, end="", flush=True)
+
+    module.complete(prompt, max_new_tokens, sampling, stop=stop or (), write=write)
+    print("".join(start))
+
+
+def _lines(path: str) -> list[str]:
+    """The lines of a text file."""
+    try:
+        return Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise NeoXError(f"prompts_file={path!r} cannot be read as UTF-8 text: {error}") from error
 
 
 def convert(
@@ -198,7 +239,7 @@ def main(args: Sequence[str] | None = None) -> None:
         ours = _ours(error)
         if ours is None:
             raise
-        sys.exit(f"neox-lit: error: {ours}")
+        sys.exit(1 if _said_elsewhere(ours) else f"neox-lit: error: {ours}")
 
 
 def _ours(error: BaseException | None) -> BaseException | None:
@@ -206,6 +247,15 @@ def _ours(error: BaseException | None) -> BaseException | None:
     while error is not None and not isinstance(error, (NeoXError, Zero3Error, MisconfigurationException)):
         error = error.__cause__ or error.__context__
     return error
+
+
+def _said_elsewhere(error: BaseException) -> bool:
+    """Whether another process prints this error: one that all ranks raise, or, under torchrun, all those of a node."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    before_ranks_meet = torch.distributed.is_torchelastic_launched() and not torch.distributed.is_initialized()
+    if getattr(error, "on_all_ranks", False):
+        return int(getattr(rank_zero_only, "rank", 0)) > 0
+    return before_ranks_meet and local_rank > 0
 
 
 def _with_underscores(argument: str) -> str:

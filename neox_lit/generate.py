@@ -7,7 +7,7 @@ draw (made on the CPU, whatever the model runs on).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,7 +39,9 @@ class Sampling:
         temperature: Divides the logits; 0 takes the likeliest token always (greedy).
         top_k: Choose among the k likeliest tokens only; 0 is no limit.
         top_p: Choose among the likeliest tokens that together have this probability, in (0, 1]; 1 is no limit.
-        seed: Of the draw. The same seed gives the same text.
+        repetition_penalty: Makes tokens that the sequence has, prompt included, less likely: their logits are divided
+            by it if positive, else multiplied. 1 is none. Source: Keskar et al. 2019, arXiv:1909.05858, section 4.1.
+        seed: Of the draw. The same seed gives the same text. Each row of a batch draws by itself.
 
     Raises:
         NeoXError: A value out of range.
@@ -49,6 +51,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -57,6 +60,16 @@ class Sampling:
             raise NeoXError(f"top_k must be at least 0 (0 is no limit), got {self.top_k!r}")
         if not 0 < self.top_p <= 1:
             raise NeoXError(f"top_p must be in (0, 1] (1 is no limit), got {self.top_p!r}")
+        if not self.repetition_penalty > 0:
+            raise NeoXError(f"repetition_penalty must be above 0 (1 is none), got {self.repetition_penalty!r}")
+
+    def penalise(self, logits: Tensor, seen: Sequence[int]) -> None:
+        """Apply the repetition penalty to one row of logits `[n_vocab]`, in place."""
+        if self.repetition_penalty != 1:
+            ids = torch.tensor(sorted(set(seen)))
+            of_seen = logits[ids]
+            divided, multiplied = of_seen / self.repetition_penalty, of_seen * self.repetition_penalty
+            logits[ids] = torch.where(of_seen > 0, divided, multiplied)
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
         """One token per row of `logits` `[batch, n_vocab]`, float32 on the CPU; `-inf` is never chosen.
@@ -87,6 +100,7 @@ def generate(
     *,
     n_tokens: int | None = None,
     stop_id: int | None = None,
+    on_token: Callable[[int, int], bool | None] | None = None,
     device: torch.device | str | None = None,
 ) -> list[list[int]]:
     """Continue each prompt. Prompts of different lengths in one batch give what each would give alone.
@@ -98,6 +112,8 @@ def generate(
         max_new_tokens: Most tokens to add to each prompt.
         n_tokens: Size of the tokenizer. Ids from here to `n_vocab` are padding of the embedding and are never chosen.
         stop_id: A sequence ends before this token (usually the end of text).
+        on_token: Called with row and token as each one is chosen; if it returns true, the row ends with that token.
+            While the model is sharded, it must answer the same on all ranks.
         device: Where the model takes its input.
 
     Returns:
@@ -119,7 +135,8 @@ def generate(
     ragged = any(len(p) < longest for p in prompts)
     documents = documents.to(device)
 
-    generator = torch.Generator().manual_seed(sampling.seed)
+    # A row draws by itself, so what it says does not hang on the other rows of the batch.
+    generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(len(prompts))]
     cache = KVCache(config.n_layers, longest + max_new_tokens)
     new: list[list[int]] = [[] for _ in prompts]
     running = [True] * len(prompts)
@@ -131,16 +148,69 @@ def generate(
             mask = document_mask(documents[:, :n_total], ids.shape[1]) if ragged else None
             logits = model(ids.to(device), cache, mask)[:, -1].float().cpu()
             logits[:, config.n_vocab if n_tokens is None else n_tokens :] = float("-inf")
-            chosen = sampling.choose(logits, generator)
+            for row, prompt in enumerate(prompts):
+                sampling.penalise(logits[row], [*prompt, *new[row]])
+            if sampling.temperature == 0:
+                chosen = logits.argmax(dim=-1)
+            else:
+                chosen = torch.cat([sampling.choose(logits[i : i + 1], g) for i, g in enumerate(generators)])
             for row, token in enumerate(chosen.tolist()):
                 running[row] = running[row] and token != stop_id
                 if running[row]:
                     new[row].append(token)
+                    running[row] = not (on_token is not None and on_token(row, token))
             if n_total + 1 == longest + max_new_tokens or not any(running):
                 return new
             ids = chosen[:, None]
     finally:
         model.train(was_training)
+
+
+class Continuation:
+    """The text of new tokens as they come: written piece by piece, ended by a stop sequence.
+
+    Held back are bytes that are no character yet, and what may turn out to be the start of a stop sequence.
+
+    Args:
+        decode: Text of ids.
+        stop: Texts before the first of which it ends.
+        write: Called with each new piece of text.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stop: Sequence[str] = (),
+        write: Callable[[str], object] | None = None,
+    ) -> None:
+        if "" in stop:
+            raise NeoXError("a stop sequence is empty; leave it out")
+        self._decode, self._stop, self._write = decode, tuple(stop), write
+        self._ids: list[int] = []
+        self._written = 0
+        self.text = ""
+
+    def add(self, token: int) -> bool:
+        """Take a token; true if the text ends here."""
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        found = [at for at in map(text.find, self._stop) if at >= 0]
+        self.text = text[: min(found)] if found else text
+        if not found:
+            whole = len(text.rstrip("\ufffd"))
+            starts = [n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])]
+            self._flush(min(whole, len(text) - max(starts, default=0)))
+        return bool(found)
+
+    def end(self) -> str:
+        """The whole text; what was held back is written."""
+        self._flush(len(self.text))
+        return self.text
+
+    def _flush(self, end: int) -> None:
+        if self._write is not None and end > self._written:
+            self._write(self.text[self._written : end])
+            self._written = end
 
 
 def _check(prompts: Sequence[Sequence[int]], max_new_tokens: int, config: NeoXConfig) -> None:
@@ -149,6 +219,11 @@ def _check(prompts: Sequence[Sequence[int]], max_new_tokens: int, config: NeoXCo
     for i, prompt in enumerate(prompts):
         if not len(prompt):
             raise NeoXError(f"prompt {i} has no token; begin with the end-of-text token to generate from nothing")
+        if len(prompt) >= config.max_seq_len:
+            raise NeoXError(
+                f"prompt {i} has {len(prompt)} tokens, which leaves none of the model's max_seq_len="
+                f"{config.max_seq_len} to generate; shorten the prompt"
+            )
         if len(prompt) + max_new_tokens > config.max_seq_len:
             raise NeoXError(
                 f"prompt {i} has {len(prompt)} tokens, with max_new_tokens={max_new_tokens} that is more than the "

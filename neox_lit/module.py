@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,11 @@ from neox_lit.config import NeoXConfig
 from neox_lit.data import Batch, TextDataModule
 from neox_lit.errors import NeoXError
 from neox_lit.finetune import check_choice, set_trainable
-from neox_lit.generate import GREEDY, Sampling, generate
+from neox_lit.generate import GREEDY, Continuation, Sampling, generate
 from neox_lit.int8 import require_bitsandbytes, to_int8
 from neox_lit.lora import LoRAOptions, adapted, add_lora
 from neox_lit.loss import TokenLoss, token_loss
+from neox_lit.masks import document_mask
 from neox_lit.metrics import Perplexity
 from neox_lit.model import NeoXModel
 from neox_lit.optim import decay_groups, warmup_cosine
@@ -165,11 +166,14 @@ class NeoXLightning(LightningModule):
             if data.tokenizer.n_tokens > self.config.n_vocab:
                 raise NeoXError(
                     f"the tokenizer has {data.tokenizer.n_tokens} tokens, more than the model's "
-                    f"config.n_vocab={self.config.n_vocab}; set it to {data.tokenizer.n_vocab}"
+                    f"config.n_vocab={self.config.n_vocab}; set it to {data.tokenizer.n_vocab}",
+                    on_all_ranks=True,
                 )
             if data.seq_len > self.config.max_seq_len:
                 raise NeoXError(
-                    f"data.seq_len={data.seq_len} is above the model's config.max_seq_len={self.config.max_seq_len}"
+                    f"data.seq_len={data.seq_len} is above the model's config.max_seq_len={self.config.max_seq_len}; "
+                    "lower the one or raise the other",
+                    on_all_ranks=True,
                 )
             self._take_tokenizer(data.tokenizer)
 
@@ -195,7 +199,7 @@ class NeoXLightning(LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of each window, nats per target: float32 `[batch]`."""
-        logits = self(batch["input_ids"])
+        logits = self._logits(batch)
         return torch.stack([token_loss(*row).mean for row in zip(logits, batch["labels"], strict=True)])
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
@@ -217,7 +221,11 @@ class NeoXLightning(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 64, sampling: Sampling = GREEDY
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int = 64,
+        sampling: Sampling = GREEDY,
+        on_token: Callable[[int, int], bool | None] | None = None,
     ) -> list[list[int]]:
         """New tokens for each prompt of token ids; see `neox_lit.generate.generate`.
 
@@ -231,25 +239,56 @@ class NeoXLightning(LightningModule):
             sampling,
             n_tokens=self.tokenizer.n_tokens if self.tokenizer else None,
             stop_id=self.tokenizer.end_of_text if self.tokenizer else None,
+            on_token=on_token,
             device=self.device,
         )
 
-    def complete(self, prompt: str, max_new_tokens: int | None = None, sampling: Sampling = GREEDY) -> str:
+    def complete(
+        self,
+        prompt: str,
+        max_new_tokens: int | None = None,
+        sampling: Sampling = GREEDY,
+        *,
+        stop: Sequence[str] = (),
+        write: Callable[[str], object] | None = None,
+    ) -> str:
         """The text that follows `prompt`. An empty prompt begins a new document.
 
         Args:
             max_new_tokens: Most tokens to add. None: what fits into `max_seq_len`.
+            stop: The text ends before the first of these.
+            write: Called with each piece of the text as it comes.
 
         Raises:
             NeoXError: No tokenizer is known: the model was neither trained on a `TextDataModule` nor loaded from a
                 checkpoint of such a training.
         """
+        return self.complete_all([prompt], max_new_tokens, sampling, stop=stop, write=write)[0]
+
+    def complete_all(
+        self,
+        prompts: Sequence[str],
+        max_new_tokens: int | None = None,
+        sampling: Sampling = GREEDY,
+        *,
+        stop: Sequence[str] = (),
+        write: Callable[[str], object] | None = None,
+    ) -> list[str]:
+        """`complete` for several prompts in one batch. Prompt i draws with the seed + i, as it would alone.
+
+        Args:
+            max_new_tokens: Most tokens to add to each. None: what fits into `max_seq_len` after the longest prompt.
+            write: Gets the first one's text only.
+        """
         if self.tokenizer is None:
             raise NeoXError("no tokenizer is known; set module.tokenizer = TextTokenizer.from_file(path)")
-        ids = self.tokenizer.encode(prompt) or [self.tokenizer.end_of_text]
+        ids = [self.tokenizer.encode(prompt) or [self.tokenizer.end_of_text] for prompt in prompts]
         if max_new_tokens is None:
-            max_new_tokens = max(1, self.config.max_seq_len - len(ids))
-        return self.tokenizer.decode(self.generate([ids], max_new_tokens, sampling)[0])
+            max_new_tokens = max(1, self.config.max_seq_len - max(map(len, ids), default=0))
+        decode = self.tokenizer.decode
+        texts = [Continuation(decode, stop, write if row == 0 else None) for row in range(len(prompts))]
+        self.generate(ids, max_new_tokens, sampling, on_token=lambda row, token: texts[row].add(token))
+        return [text.end() for text in texts]
 
     def example_batch(self, batch_size: int, seq_len: int | None = None) -> Batch:
         """What `training_step` gets, of zeros: for `zero3 plan`."""
@@ -325,12 +364,17 @@ class NeoXLightning(LightningModule):
         if self.tokenizer is not None and self.tokenizer.hash != tokenizer.hash:
             raise NeoXError(
                 f"the checkpoint was trained with another tokenizer ({self.tokenizer.n_tokens} and "
-                f"{tokenizer.n_tokens} tokens); set data.tokenizer to the one it was trained with"
+                f"{tokenizer.n_tokens} tokens); set data.tokenizer to the one it was trained with",
+                on_all_ranks=True,
             )
         self.tokenizer = tokenizer
 
     def _loss(self, batch: Batch) -> TokenLoss:
-        return token_loss(self(batch["input_ids"]), batch["labels"])
+        return token_loss(self._logits(batch), batch["labels"])
+
+    def _logits(self, batch: Batch) -> Tensor:
+        documents = batch.get("documents")
+        return self(batch["input_ids"], mask=None if documents is None else document_mask(documents))
 
     def _log_metric(self, name: str, metric: MeanMetric, loss: TokenLoss) -> None:
         metric.update(loss.mean, loss.n_targets)

@@ -114,6 +114,12 @@ class TextTokenizer:
         """Of all that decides how text becomes ids."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
+    @cached_property
+    def cuts_before_space(self) -> bool:
+        """Whether a word and the space before it are tokenised whatever they follow, as in GPT-2's and NeoX's way."""
+        parts = ("a", " b", "\nc", "  d", "\n\n e", "\tf.")
+        return self.encode("".join(parts)) == [id_ for part in parts for id_ in self.encode(part)]
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text; nothing is added at its ends."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids

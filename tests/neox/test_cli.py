@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -105,6 +106,27 @@ def test_generate_from_a_checkpoint(neox_lit, trained):
     assert neox_lit(*arguments) == text
     with pytest.raises(SystemExit, match=r"error: prompt 0 has 1 tokens, with max_new_tokens=100 .* max_seq_len=64"):
         neox_lit("generate", "--checkpoint", trained.checkpoint, "--prompt", "T", "--max-new-tokens", "100")
+
+
+def test_prompts_of_a_file_are_continued_as_each_alone(neox_lit, trained, tmp_path):
+    """In batches of 2, whose rows differ in length."""
+    prompts = ["The", "", "A statement is something", "If", "In Python"]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    options = ("generate", "--checkpoint", trained.checkpoint, "--max-new-tokens", "12", "--top-k=20")
+    options += ("--repetition-penalty=1.1", '--stop=["\\n"]')
+    lines = neox_lit(*options, "--prompts-file", "prompts.txt", "--batch-size=2").splitlines()
+    assert [json.loads(line)["prompt"] for line in lines] == prompts
+    for i, line in enumerate(map(json.loads, lines)):
+        alone = neox_lit(*options, "--prompt", line["prompt"], "--seed", i)
+        assert alone == f"{line['prompt']}{line['text']}\n"
+        assert "\n" not in line["text"]
+    for wrong, message in (
+        (("--prompts-file=none.txt",), "prompts_file='none.txt' cannot be read"),
+        (("--prompts-file=prompts.txt", "--prompt=a"), "prompt and prompts_file are both given"),
+        (("--prompts-file=prompts.txt", "--batch-size=0"), "batch_size must be at least 1, got 0"),
+    ):
+        with pytest.raises(SystemExit, match=f"neox-lit: error: {message}"):
+            neox_lit(*options, *wrong)
 
 
 def test_generate_from_a_sharded_checkpoint(tmp_path, trained):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from neox_lit import KVCache, NeoXError, Sampling, generate
-from neox_lit.generate import GREEDY
+from neox_lit.generate import GREEDY, Continuation
 from tests.neox.helpers import random_model, tiny
 
 
@@ -82,6 +84,48 @@ def test_top_k_and_top_p_keep_the_likeliest():
     assert frequencies(temperature=0.5) == pytest.approx([0.029, 0.725, 0.065, 0.181], abs=0.03)
 
 
+def test_repetition_penalty_is_that_of_transformers(model):
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    logits, seen = torch.randn(2, 128), [[3, 3, 7, 100], [0, 127, 5, 5]]
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor(seen), logits.clone())
+    for row, ids in enumerate(seen):
+        Sampling(repetition_penalty=1.3).penalise(logits[row], ids)
+    torch.testing.assert_close(logits, expected)
+    free, penalised = (generate(model, [[5, 6]], 40, Sampling(0.0, repetition_penalty=p))[0] for p in (1.0, 1e9))
+    assert len(set(free)) < 40
+    assert len({5, 6, *penalised}) == 42  # until all positive logits are used up, nothing comes twice
+
+
+def test_a_sampled_row_is_the_row_alone(model):
+    prompts, hot = [[1], list(range(12)), [9, 8, 7]], Sampling(top_k=50, top_p=0.95, repetition_penalty=1.2, seed=4)
+    alone = [generate(model, [p], 20, replace(hot, seed=4 + i))[0] for i, p in enumerate(prompts)]
+    assert generate(model, prompts, 20, hot) == alone
+
+
+def test_a_continuation_ends_at_a_stop_text_and_is_written_as_it_comes():
+    """Against the text as a whole: bytes as tokens, a character of several bytes, stops over several tokens."""
+
+    def decode(ids):
+        return bytes(ids).decode(errors="replace")
+
+    for text, stop, expected in (
+        ("na\u00efve \u20ac text", (), "na\u00efve \u20ac text"),
+        ("one STO two STOP three", ("STOP", "three"), "one STO two "),
+        ("ends with ST", ("STOP",), "ends with ST"),
+        ("aaab", ("aab",), "a"),
+    ):
+        pieces: list[str] = []
+        continuation = Continuation(decode, stop, pieces.append)
+        ended = [continuation.add(byte) for byte in text.encode()]
+        assert any(ended) == (expected != text)
+        assert "\ufffd" not in "".join(pieces)
+        assert len(pieces) > 1 or len(expected) == 1
+        assert continuation.end() == "".join(pieces) == expected
+    with pytest.raises(NeoXError, match="stop sequence is empty"):
+        Continuation(decode, [""])
+
+
 def test_dropout_is_off_while_generating_and_back_on_after():
     model = random_model(tiny(dropout=0.5)).train()
     assert generate(model, [[1, 2, 3]], 10) == generate(model, [[1, 2, 3]], 10)
@@ -98,11 +142,19 @@ def test_bad_input_is_named(model):
         generate(model, [[1], []], 5)
     with pytest.raises(NeoXError, match=r"prompt 0 has 60 tokens, with max_new_tokens=5 .* max_seq_len=64"):
         generate(model, [[1] * 60], 5)
+    with pytest.raises(NeoXError, match=r"prompt 0 has 70 tokens, which leaves none of the model's max_seq_len=64"):
+        generate(model, [[1] * 70], 1)
     with pytest.raises(NeoXError, match="token 128, outside the model's vocabulary n_vocab=128"):
         generate(model, [[128]], 5)
     with pytest.raises(NeoXError, match="max_new_tokens must be at least 0, got -1"):
         generate(model, [[1]], -1)
-    for field, value in (("temperature", -1.0), ("top_k", -1), ("top_p", 0.0), ("temperature", float("nan"))):
+    for field, value in (
+        ("temperature", -1.0),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("repetition_penalty", 0.0),
+        ("temperature", float("nan")),
+    ):
         with pytest.raises(NeoXError, match=f"{field} must be"):
             Sampling(**{field: value})
     assert Sampling(temperature=0.0) == GREEDY
