@@ -1,11 +1,18 @@
 """What the README shows works as shown. (Its script without Lightning: tests/engine/test_standalone.py.)"""
 
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins.precision import FSDPPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -26,4 +33,20 @@ def test_the_lightning_example_trains_and_saves_a_plain_checkpoint(tmp_path):
 def test_every_file_it_names_exists():
     root = Path(__file__).parents[1]
     for name in re.findall(r"`(\w+\.py)`", README):
-        assert name == "train.py" or (root / "lightning_zero3" / name).exists(), name
+        assert name in ("train.py", "zero_to_fp32.py") or (root / "lightning_zero3" / name).exists(), name
+    for name in re.findall(r"`([\w.-]+\.(?:yaml|sbatch))`", README):
+        assert (root / "configs" / name).exists(), name
+
+
+def test_what_it_says_of_other_strategies():
+    """By running them where that needs no GPU, else by Lightning's own words."""
+    with pytest.raises(ValueError, match="requires a GPU accelerator"):
+        Trainer(strategy="fsdp", accelerator="cpu", devices=2)
+    with pytest.raises(MisconfigurationException, match="'norm'` is currently not supported"):
+        FSDPPrecision("32-true").clip_grad_by_norm()
+    trainer = Trainer(strategy=ModelParallelStrategy(), accelerator="cpu", devices=1, logger=False, barebones=True)
+    with pytest.raises(TypeError, match=r"required to override the `configure_model\(\)` hook"):
+        trainer.fit(BoringModel())
+    deepspeed = inspect.getsource(DeepSpeedStrategy)
+    for said in ("only supported on CUDA GPUs", "only one optimizer", "does not support clipping gradients by value"):
+        assert said in deepspeed
