@@ -159,7 +159,7 @@ class Throughput(Callback):
             return
         self._seconds += self._stopped - self._started
         self._tokens += int((batch["labels"] != IGNORE).sum())
-        every = self.every_n_steps or trainer.log_every_n_steps
+        every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and trainer.global_step % every == 0 and trainer.global_step != self._logged_at:
             self._logged_at = trainer.global_step
             self._log(trainer, pl_module, batch["labels"].shape[1])

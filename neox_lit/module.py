@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, get_args
 
 import torch
@@ -242,7 +243,9 @@ class NeoXLightning(LightningModule):
         Ends at `<|endoftext|>` and never gives an id past the tokenizer's, if the tokenizer is known. While the model
         is sharded, all ranks must call this together with the same arguments.
         """
-        with torch.compiler.set_stance("force_eager"):  # every length would be compiled anew
+        # As a step of the Trainer computes, in mixed precision too; but eagerly: every length would be compiled anew.
+        precise = self._trainer.precision_plugin.forward_context() if self._trainer is not None else nullcontext()
+        with precise, torch.compiler.set_stance("force_eager"):
             return generate(
                 self,
                 prompts,
