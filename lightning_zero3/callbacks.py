@@ -80,7 +80,8 @@ class GradientNorms(Callback):
     Args:
         norm_type: p of the p-norm; "inf" for the largest absolute value.
         per: "parameter", or "layer": all parameters whose names agree up to the first number ("net.blocks.0"), or,
-            without one, up to the last dot ("net.head").
+            without one, up to the last dot ("net.head"). Or "total": the norm of all alone.
+        prog_bar: show the total in the progress bar, too.
         every_n_steps: default the Trainer's `log_every_n_steps`. (With a larger number Lightning repeats the last norms
             in the rows between.)
 
@@ -91,17 +92,18 @@ class GradientNorms(Callback):
     def __init__(
         self,
         norm_type: float | str = 2.0,
-        per: Literal["layer", "parameter"] = "layer",
+        per: Literal["layer", "parameter", "total"] = "layer",
         every_n_steps: int | None = None,
+        prog_bar: bool = False,
     ) -> None:
         self.norm_type = float(norm_type)
         if not self.norm_type > 0:
             raise Zero3Error(f"norm_type={norm_type!r}: give a positive number, or 'inf'")
-        if per not in ("layer", "parameter"):
-            raise Zero3Error(f"per={per!r}: choose 'layer' or 'parameter'")
+        if per not in ("layer", "parameter", "total"):
+            raise Zero3Error(f"per={per!r}: choose 'layer', 'parameter' or 'total'")
         if every_n_steps is not None and every_n_steps < 1:
             raise Zero3Error(f"every_n_steps={every_n_steps}: give 1 or more")
-        self.per, self.every_n_steps = per, every_n_steps
+        self.per, self.every_n_steps, self.prog_bar = per, every_n_steps, prog_bar
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         every = self.every_n_steps or trainer.log_every_n_steps
@@ -116,7 +118,9 @@ class GradientNorms(Callback):
             groups.setdefault(name if self.per == "parameter" else _layer_name(name), []).append(norm)
         key = f"grad_{self.norm_type}_norm"
         logged = {f"{key}/{name}": self._together(group) for name, group in groups.items()}
-        pl_module.log_dict({**logged, f"{key}_total": self._together(norms.values())})
+        if self.per != "total":
+            pl_module.log_dict(logged)
+        pl_module.log(f"{key}_total", self._together(norms.values()), prog_bar=self.prog_bar)
 
     def _by_parameter(self, strategy: Any, module: Any, optimizer: Any) -> dict[str, Tensor]:
         p, key = self.norm_type, f"grad_{self.norm_type}_norm/"

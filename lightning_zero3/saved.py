@@ -70,6 +70,9 @@ class SavedWeights:
             return
         pool = self._pool
 
+        # Between compiled graphs (where a module inside the layer has a hook) torch.compile would trace this function,
+        # too, and take the version that it sees then for a constant.
+        @torch.compiler.disable
         def pack(tensor: Tensor) -> Any:
             slot = pool.of_tensor(tensor)
             if slot is not None and slot.owner is not None:

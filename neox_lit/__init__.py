@@ -2,7 +2,7 @@
 
 from neox_lit.adapters import load_adapter, save_adapter
 from neox_lit.cache import KVCache
-from neox_lit.callbacks import SampleText, SaveAdapter
+from neox_lit.callbacks import SampleText, SaveAdapter, Throughput
 from neox_lit.checkpoints import Checkpoint, open_checkpoint, save_hf, save_neox
 from neox_lit.config import PRESETS, NeoXConfig
 from neox_lit.data import TextDataModule
@@ -50,6 +50,7 @@ __all__ = [
     "SaveAdapter",
     "TextDataModule",
     "TextTokenizer",
+    "Throughput",
     "TransformerLayer",
     "add_lora",
     "document_mask",

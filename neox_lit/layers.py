@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from neox_lit.cache import LayerCache
 from neox_lit.errors import NeoXError
+from neox_lit.loss import TokenLoss, chunked_loss, token_loss
 from neox_lit.masks import causal_mask
 from neox_lit.merging import Rule, merge, merged_shape, parameters_of, rule_of
 from neox_lit.rope import RoPE
@@ -92,6 +93,22 @@ class NormalLinear(nn.Linear):
         nn.init.normal_(self.weight, std=self.init_std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+
+class ReadoutLinear(NormalLinear):
+    """The linear of the readout, which can go on to the loss.
+
+    It must be here and not a loop around this module: what gathers a sharded weight for a module's forward would do so
+    for each chunk.
+    """
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, loss_chunk: int = 0) -> Tensor | TokenLoss:  # type: ignore[override]
+        """Logits or, given labels, their loss; see `ReadoutLayer`."""
+        if labels is None:
+            return super().forward(x)
+        return (
+            chunked_loss(x, self.weight, labels, loss_chunk) if loss_chunk else token_loss(super().forward(x), labels)
+        )
 
 
 class NormalEmbedding(nn.Embedding):
@@ -298,8 +315,13 @@ class ReadoutLayer(NeoXModule):
 
     def __init__(self, n_hidden: int = 6_144, n_vocab: int = 50_432, *, init_std: float = 0.02) -> None:
         super().__init__()
-        self.final_linear = NormalLinear(n_hidden, n_vocab, bias=False, init_std=init_std)
+        self.final_linear = ReadoutLinear(n_hidden, n_vocab, bias=False, init_std=init_std)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., n_hidden]` to `[..., n_vocab]`."""
-        return self.final_linear(x)
+    def forward(self, x: Tensor, labels: Tensor | None = None, loss_chunk: int = 0) -> Tensor | TokenLoss:
+        """`[..., n_hidden]` to logits `[..., n_vocab]`, or to their loss against labels `[...]`.
+
+        Args:
+            labels: See `loss.token_loss`.
+            loss_chunk: With labels, the most tokens whose logits exist at once. 0: all.
+        """
+        return self.final_linear(x, labels, loss_chunk)

@@ -12,6 +12,7 @@ from neox_lit.cache import KVCache
 from neox_lit.config import NeoXConfig
 from neox_lit.errors import NeoXError
 from neox_lit.layers import Embedding, FinalNorm, ReadoutLayer, TransformerLayer
+from neox_lit.loss import TokenLoss
 
 
 class NeoXModel(nn.Module):
@@ -65,17 +66,26 @@ class NeoXModel(nn.Module):
 
         return load_model(path, config, dtype)
 
-    def forward(self, ids: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
-        """Scores of the next token at every position.
+    def forward(
+        self,
+        ids: Tensor,
+        cache: KVCache | None = None,
+        mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss_chunk: int = 0,
+    ) -> Tensor | TokenLoss:
+        """Scores of the next token at every position, or their loss.
 
         Args:
             ids: int `[batch, n_new]`, each in [0, n_vocab).
             cache: What the model remembers of the tokens before `ids`; `ids` are added to it.
             mask: bool `[batch, n_new, n_total]`, True where a token may attend to another; causal by default. See
                 `masks.document_mask`.
+            labels: int `[batch, n_new]`, the next token of each, or -100 where that is no target.
+            loss_chunk: With labels, the most tokens whose logits exist at once. 0: all.
 
         Returns:
-            logits `[batch, n_new, n_vocab]`.
+            logits `[batch, n_new, n_vocab]`; with labels their `TokenLoss`.
 
         Raises:
             NeoXError: More tokens than `max_seq_len`.
@@ -86,7 +96,7 @@ class NeoXModel(nn.Module):
         x = self.embedding(ids)
         for i, block in enumerate(self.blocks):
             x = block(x, cache.layers[i] if cache is not None else None, mask)
-        return self.readout(self.final_norm(x))
+        return self.readout(self.final_norm(x), labels, loss_chunk)
 
     def _tie(self) -> None:
         # The readout's weight is kept: it is drawn last, so a walk of `reset_parameters` ends with the same values.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, get_args
 
 import torch
 from lightning.pytorch import LightningModule
@@ -17,6 +17,7 @@ from lightning_zero3 import empty_parameters, load_weights
 from neox_lit.adapters import load_adapter, save_adapter
 from neox_lit.cache import KVCache
 from neox_lit.checkpoints import open_checkpoint
+from neox_lit.compiling import check_backend, compile_blocks
 from neox_lit.config import NeoXConfig
 from neox_lit.data import Batch, TextDataModule
 from neox_lit.errors import NeoXError
@@ -28,7 +29,7 @@ from neox_lit.loss import TokenLoss, token_loss
 from neox_lit.masks import document_mask
 from neox_lit.metrics import Perplexity
 from neox_lit.model import NeoXModel
-from neox_lit.optim import decay_groups, warmup_cosine
+from neox_lit.optim import Schedule, decay_groups, lr_factor
 from neox_lit.tokenizer import TextTokenizer
 
 _TOKENIZER_KEY = "neox_lit_tokenizer"
@@ -51,14 +52,18 @@ class NeoXLightning(LightningModule):
         betas: AdamW's decay rates of the moments.
         eps: AdamW's term in the denominator.
         weight_decay: AdamW's decay of matrices; vectors do not decay.
+        schedule: How the learning rate falls after the warm-up: cosine, linear, or constant (not at all).
         warmup_steps: Optimizer steps in which the learning rate rises to `lr`.
-        decay_steps: Optimizer step at which the cosine ends. 0: the end of training.
-        min_lr_ratio: Learning rate at the end of the cosine, as a part of `lr`.
+        decay_steps: Optimizer step at which the fall ends. 0: the end of training.
+        min_lr_ratio: Learning rate at the end of the fall, as a part of `lr`.
         trainable: What trains: all, biases (of query_key_value, attention.dense and dense_h_to_4h), lora, or a list of
             regular expressions of which one is found in each parameter's name, e.g. ['norm', 'readout'].
         lora: Rank, alpha, dropout and targets of the adapters that `trainable: lora` makes.
         int8: Keep the four linears of each block in 8 bits (LLM.int8(), needs bitsandbytes); they do not train.
         int8_threshold: Input columns with a value at least this large are not multiplied in 8 bits.
+        loss_chunk: Tokens whose logits exist at once; the loss is the same. 0: those of the whole batch.
+        compile: Compile the transformer layers with torch.compile. Generation stays uncompiled.
+        compile_backend: What compiles: inductor (needs a C++ compiler), or another backend of torch.compile.
 
     Logged: `train_loss` (nats per target, mean over ranks, each step), `val_loss`, `val_perplexity`, `test_loss`,
     `test_perplexity` (over all held-out targets of all ranks).
@@ -74,6 +79,7 @@ class NeoXLightning(LightningModule):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.1,
+        schedule: Schedule = "cosine",
         warmup_steps: int = 0,
         decay_steps: int = 0,
         min_lr_ratio: float = 0.1,
@@ -81,6 +87,9 @@ class NeoXLightning(LightningModule):
         lora: LoRAOptions | None = None,
         int8: bool = False,
         int8_threshold: float = 6.0,
+        loss_chunk: int = 1_024,
+        compile: bool = False,
+        compile_backend: str = "inductor",
     ) -> None:
         super().__init__()
         if pretrained is not None and config is None and preset is None:
@@ -93,10 +102,12 @@ class NeoXLightning(LightningModule):
             ("betas", betas, len(betas) == 2 and all(0 <= b < 1 for b in betas), "two numbers in [0, 1)"),
             ("eps", eps, eps > 0, "positive"),
             ("weight_decay", weight_decay, weight_decay >= 0, "at least 0"),
+            ("schedule", schedule, schedule in get_args(Schedule), f"one of {', '.join(get_args(Schedule))}"),
             ("warmup_steps", warmup_steps, warmup_steps >= 0, "at least 0"),
             ("decay_steps", decay_steps, decay_steps >= 0, "at least 0"),
             ("min_lr_ratio", min_lr_ratio, 0 <= min_lr_ratio <= 1, "in [0, 1]"),
             ("int8_threshold", int8_threshold, int8_threshold >= 0, "at least 0"),
+            ("loss_chunk", loss_chunk, loss_chunk >= 0, "at least 0"),
         ):
             if not ok:
                 raise NeoXError(f"model.{name} must be {what}, got {value!r}")
@@ -104,6 +115,7 @@ class NeoXLightning(LightningModule):
         self.betas = (float(betas[0]), float(betas[1]))
         self.eps = eps
         self.weight_decay = weight_decay
+        self.schedule: Schedule = schedule
         self.warmup_steps = warmup_steps
         self.decay_steps = decay_steps
         self.min_lr_ratio = min_lr_ratio
@@ -111,9 +123,14 @@ class NeoXLightning(LightningModule):
         options = LoRAOptions(**lora) if isinstance(lora, dict) else lora  # a dict if from a checkpoint
         self.lora = options or LoRAOptions() if trainable == "lora" else None
         self.int8, self.int8_threshold = int8, int8_threshold
+        self.loss_chunk = loss_chunk
+        self.compile_backend = compile_backend if compile else None  # `compile` is a method of every module
+        if self.compile_backend:
+            check_backend(self.compile_backend)
         if int8:
             require_bitsandbytes()
         # A dict of plain data, and the resolved config rather than the preset: a checkpoint means the same for ever.
+        # How the same numbers are computed (loss_chunk, compile) is no part of it.
         self.save_hyperparameters(
             {
                 "config": self.config.to_dict(),
@@ -121,6 +138,7 @@ class NeoXLightning(LightningModule):
                 "betas": list(self.betas),
                 "eps": eps,
                 "weight_decay": weight_decay,
+                "schedule": schedule,
                 "warmup_steps": warmup_steps,
                 "decay_steps": decay_steps,
                 "min_lr_ratio": min_lr_ratio,
@@ -145,6 +163,8 @@ class NeoXLightning(LightningModule):
             if self.lora is not None:
                 add_lora(model, self.lora)
             set_trainable(model, self.trainable)
+            if self.compile_backend:
+                compile_blocks(model, self.compile_backend)
             self.model = model
 
     def _from_files(self, path: str) -> NeoXModel:
@@ -199,11 +219,11 @@ class NeoXLightning(LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of each window, nats per target: float32 `[batch]`."""
-        logits = self._logits(batch)
+        logits = self(batch["input_ids"], mask=_mask(batch))
         return torch.stack([token_loss(*row).mean for row in zip(logits, batch["labels"], strict=True)])
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW in two groups (`decay_groups`), learning rate by `warmup_cosine` at each optimizer step."""
+        """AdamW in two groups (`decay_groups`), learning rate by `lr_factor` at each optimizer step."""
         optimizer = torch.optim.AdamW(
             decay_groups(self.parameters(), self.weight_decay),
             lr=self.lr,
@@ -211,13 +231,12 @@ class NeoXLightning(LightningModule):
             eps=self.eps,
             fused=self._can_fuse(),
         )
-        factor = partial(
-            warmup_cosine,
-            warmup=self.warmup_steps,
-            total=self.decay_steps or self.trainer.estimated_stepping_batches,
-            floor=self.min_lr_ratio,
-        )
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step))
+        total = self.decay_steps or self.trainer.estimated_stepping_batches
+
+        def factor(step: int) -> float:
+            return lr_factor(step, self.schedule, warmup=self.warmup_steps, total=total, floor=self.min_lr_ratio)
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def generate(
@@ -232,16 +251,19 @@ class NeoXLightning(LightningModule):
         Ends at `<|endoftext|>` and never gives an id past the tokenizer's, if the tokenizer is known. While the model
         is sharded, all ranks must call this together with the same arguments.
         """
-        return generate(
-            self,
-            prompts,
-            max_new_tokens,
-            sampling,
-            n_tokens=self.tokenizer.n_tokens if self.tokenizer else None,
-            stop_id=self.tokenizer.end_of_text if self.tokenizer else None,
-            on_token=on_token,
-            device=self.device,
-        )
+        # As a step of the Trainer computes, in mixed precision too; but eagerly: every length would be compiled anew.
+        precise = self._trainer.precision_plugin.forward_context() if self._trainer is not None else nullcontext()
+        with precise, torch.compiler.set_stance("force_eager"):
+            return generate(
+                self,
+                prompts,
+                max_new_tokens,
+                sampling,
+                n_tokens=self.tokenizer.n_tokens if self.tokenizer else None,
+                stop_id=self.tokenizer.end_of_text if self.tokenizer else None,
+                on_token=on_token,
+                device=self.device,
+            )
 
     def complete(
         self,
@@ -370,11 +392,7 @@ class NeoXLightning(LightningModule):
         self.tokenizer = tokenizer
 
     def _loss(self, batch: Batch) -> TokenLoss:
-        return token_loss(self._logits(batch), batch["labels"])
-
-    def _logits(self, batch: Batch) -> Tensor:
-        documents = batch.get("documents")
-        return self(batch["input_ids"], mask=None if documents is None else document_mask(documents))
+        return self._built()(batch["input_ids"], mask=_mask(batch), labels=batch["labels"], loss_chunk=self.loss_chunk)
 
     def _log_metric(self, name: str, metric: MeanMetric, loss: TokenLoss) -> None:
         metric.update(loss.mean, loss.n_targets)
@@ -384,6 +402,11 @@ class NeoXLightning(LightningModule):
         """Whether AdamW may be fused: a device that has it, and no clipping under autocast, which Lightning refuses."""
         clipped_autocast = bool(self.trainer.gradient_clip_val) and "mixed" in str(self.trainer.precision)
         return self.device.type in ("cpu", "cuda") and not clipped_autocast
+
+
+def _mask(batch: Batch) -> Tensor | None:
+    """What may attend to what, if documents are apart."""
+    return document_mask(batch["documents"]) if "documents" in batch else None
 
 
 def _resolve(config: NeoXConfig | None, preset: str | None, overrides: dict[str, Any] | None) -> NeoXConfig:

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_zero3 import Zero3Strategy
 from neox_lit import NeoXConfig, NeoXError, NeoXLightning, SampleText, Sampling, TextDataModule
 from neox_lit.loss import token_loss
-from neox_lit.optim import decay_groups, warmup_cosine
+from neox_lit.optim import decay_groups, lr_factor
 from neox_lit.windows import PackedWindows
 from tests.harness import distributed
 from tests.neox.helpers import tiny
@@ -146,7 +146,9 @@ def test_three_ways_to_say_the_shape():
         ("betas", (0.9, 1.0)),
         ("eps", 0.0),
         ("weight_decay", -1.0),
+        ("schedule", "cosin"),
         ("warmup_steps", -1),
+        ("loss_chunk", -1),
         ("decay_steps", -1),
         ("min_lr_ratio", 2.0),
     ],
@@ -184,13 +186,15 @@ def test_matrices_decay_and_vectors_do_not():
     assert len(decay["params"]) + len(rest["params"]) == len(list(module.parameters())) - 1
 
 
-def test_schedule_warms_up_and_falls_along_a_cosine():
-    def at(step, total=110.0):
-        return warmup_cosine(step, warmup=10, total=total, floor=0.1)
+def test_schedules_warm_up_and_fall():
+    def at(step, total=110.0, schedule="cosine"):
+        return lr_factor(step, schedule, warmup=10, total=total, floor=0.1)
 
     assert [at(0), at(4), at(9), at(10)] == pytest.approx([0.1, 0.5, 1.0, 1.0])
     assert [at(60), at(110), at(500)] == pytest.approx([0.55, 0.1, 0.1])
     assert at(10**6, math.inf) == 1
+    assert [at(i, 110.0, "linear") for i in (4, 10, 35, 110, 500)] == pytest.approx([0.5, 1.0, 0.775, 0.1, 0.1])
+    assert [at(i, 110.0, "constant") for i in (4, 10, 500)] == [0.5, 1.0, 1.0]
 
 
 def test_learning_rate_follows_the_schedule_by_step(trained):
@@ -200,8 +204,9 @@ def test_learning_rate_follows_the_schedule_by_step(trained):
         def on_train_batch_end(self, *_):
             rates.append(self.optimizers().param_groups[0]["lr"])
 
-    quiet(max_steps=8, limit_val_batches=0).fit(Record(trained.module.config, lr=1.0, warmup_steps=4), trained.data)
-    assert rates == pytest.approx([warmup_cosine(i, warmup=4, total=8, floor=0.1) for i in range(1, 9)])
+    module = Record(trained.module.config, lr=1.0, warmup_steps=4, schedule="linear")
+    quiet(max_steps=8, limit_val_batches=0).fit(module, trained.data)
+    assert rates == pytest.approx([lr_factor(i, "linear", warmup=4, total=8, floor=0.1) for i in range(1, 9)])
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])

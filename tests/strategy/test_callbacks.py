@@ -290,7 +290,7 @@ def test_gradient_norms_every_so_many_steps(tmp_path):
     ("options", "said"),
     [
         ({"norm_type": 0}, "norm_type=0: give a positive number"),
-        ({"per": "block"}, "per='block': choose 'layer' or 'parameter'"),
+        ({"per": "block"}, "per='block': choose 'layer', 'parameter' or 'total'"),
         ({"every_n_steps": 0}, "every_n_steps=0: give 1 or more"),
     ],
 )
