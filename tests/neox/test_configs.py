@@ -112,7 +112,7 @@ def test_the_job_script_starts_what_its_config_says():
     [
         ("pythia-160m", r"data.(source='./data/pile'|tokenizer='models/20B_tokenizer.json'): no such"),
         ("pythia-1.4b-finetune", r"'models/pythia-1.4b'.*no such"),
-        ("gpt-neox-20b-biases", r"(data.source='./data|'models/gpt-neox-20b').*no such"),
+        ("gpt-neox-20b-biases", r"(data.source='./data|'models/gpt-neox-20b).*no such"),
     ],
 )
 def test_what_must_be_set_is_named(name, message, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from neox_lit import NeoXError, NeoXLightning, TextDataModule, TextTokenizer
 from neox_lit.corpus import Corpus
 from neox_lit.encode import ID, START, encode_all, open_words
 from neox_lit.loss import IGNORE, token_loss
+from neox_lit.masks import document_mask
 from neox_lit.windows import PackedWindows, count_windows, cuts
 from tests.neox.helpers import random_model, tiny
 
@@ -303,7 +304,7 @@ def test_n10_documents_do_not_see_each_other(tmp_path):
     module.model = random_model(module.config)
     batch = next(iter(data.train_dataloader()))
     assert (batch["labels"] != IGNORE).sum() == len(stream(data)) - 1  # no target is lost
-    logits, total = module._logits(batch)[0], torch.zeros(())
+    logits, total = module(batch["input_ids"], mask=document_mask(batch["documents"]))[0], torch.zeros(())
     end, start = data.tokenizer.end_of_text, 0
     for i, text in enumerate(texts):
         ids = [*([end] if i else []), *data.tokenizer.encode(text)]
