@@ -26,6 +26,7 @@ from neox_lit.data import TextDataModule
 from neox_lit.errors import NeoXError
 from neox_lit.generate import Sampling
 from neox_lit.module import NeoXLightning
+from neox_lit.spelling import suggestions
 
 
 def generate(
@@ -240,6 +241,10 @@ def main(args: Sequence[str] | None = None) -> None:
         if ours is None:
             raise
         sys.exit(1 if _said_elsewhere(ours) else f"neox-lit: error: {ours}")
+    except SystemExit as end:
+        if end.code == 2:  # of the parser, which has said what it does not know
+            sys.stderr.writelines(f"{line}\n" for line in suggestions(arguments))
+        raise
 
 
 def _ours(error: BaseException | None) -> BaseException | None:

@@ -87,15 +87,28 @@ def test_other_mistakes_are_one_line_before_any_work(neox_lit, tmp_path, trained
         neox_lit("fit", "--config", QUICKSTART, *arguments)
 
 
-def test_mistyped_keys_give_lightnings_error(neox_lit, capsys):
-    for arguments, message in (
-        (["--model.config.n_head", "5"], "Option 'n_head' is not accepted"),
-        (["--data.seqlen", "5"], "unrecognized arguments: --data.seqlen"),
+def test_mistyped_keys_give_lightnings_error_and_what_was_meant(neox_lit, capsys, tmp_path):
+    text = QUICKSTART.read_text()
+    (tmp_path / "mistyped.yaml").write_text(text.replace("warmup_steps:", "warmup_step:"))
+    for arguments, message, meant in (
+        (
+            ["--model.config.n_head", "5"],
+            "Option 'n_head' is not accepted",
+            "n_head: did you mean model.config.n_heads?",
+        ),
+        (["--data.seqlen=5"], "unrecognized arguments: --data.seqlen", "data.seqlen: did you mean data.seq_len?"),
+        (
+            ["--config", "mistyped.yaml"],
+            "does not accept option 'model.warmup_step'",
+            "model.warmup_step: did you mean model.warmup_steps?",
+        ),
     ):
         with pytest.raises(SystemExit) as end:
             neox_lit("fit", "--config", QUICKSTART, *arguments)
         assert end.value.code == 2
-        assert message in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.rstrip().endswith(meant)
 
 
 def test_generate_from_a_checkpoint(neox_lit, trained):
