@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal
 
 import jsonargparse
 import torch
@@ -19,145 +15,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import lightning_zero3  # noqa: F401  registers strategy names, and its classes can be named in YAML
 from lightning_zero3 import Zero3Error
-from lightning_zero3.sharded_checkpoint import read_extra
-from neox_lit import checkpoints
-from neox_lit.config import PRESETS, NeoXConfig
+from neox_lit.commands import convert, evaluate, generate, read_head, tokenizer
 from neox_lit.data import TextDataModule
 from neox_lit.errors import NeoXError
-from neox_lit.generate import Sampling
 from neox_lit.module import NeoXLightning
 from neox_lit.spelling import suggestions
-
-
-def generate(
-    checkpoint: str,
-    prompt: str = "",
-    prompts_file: str | None = None,
-    batch_size: int = 8,
-    max_new_tokens: int | None = None,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 0.95,
-    repetition_penalty: float = 1.0,
-    stop: list[str] | None = None,
-    seed: int = 0,
-    device: str | None = None,
-) -> None:
-    """Continue a text with a trained model and print prompt and continuation, word by word as it comes.
-
-    Args:
-        checkpoint: A .ckpt, file or directory, that `neox-lit fit` wrote, or a directory of GPT-NeoX or Hugging Face
-            with a tokenizer.json.
-        prompt: Text to continue. Empty: begin a new document.
-        prompts_file: A file with a prompt in each line, in place of `prompt`. For each, a line of JSON is printed with
-            `prompt` and `text`, what follows it.
-        batch_size: Prompts of the file that are continued at the same time.
-        max_new_tokens: Most tokens to add. By default what fits into the model's `max_seq_len`, in a file of prompts
-            after the longest of a batch.
-        temperature: Divides the logits; 0 takes the likeliest token always.
-        top_k: Choose among the k likeliest tokens only; 0 is no limit.
-        top_p: Choose among the likeliest tokens that together have this probability; 1 is no limit.
-        repetition_penalty: Makes tokens that the text has already less likely; 1 is none, 1.2 a common choice.
-        stop: A list of texts, e.g. '["\\n\\n"]'; generation ends before the first of them.
-        seed: The same seed gives the same text. Line i of a file, from 0, draws with seed + i.
-        device: 'cpu', 'cuda', 'cuda:1', ... By default a GPU if there is one.
-    """
-    sampling = Sampling(
-        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, repetition_penalty=repetition_penalty
-    )
-    if prompt and prompts_file is not None:
-        raise NeoXError("prompt and prompts_file are both given; leave one out")
-    if batch_size < 1:
-        raise NeoXError(f"batch_size must be at least 1, got {batch_size}")
-    prompts = _lines(prompts_file) if prompts_file is not None else None
-    module = load_module(checkpoint, device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if prompts is not None:
-        for first in range(0, len(prompts), batch_size):
-            some = prompts[first : first + batch_size]
-            texts = module.complete_all(some, max_new_tokens, replace(sampling, seed=seed + first), stop=stop or ())
-            for before, text in zip(some, texts, strict=True):
-                print(json.dumps({"prompt": before, "text": text}, ensure_ascii=False), flush=True)
-        return
-    start = [prompt]  # printed with the first piece: an error in the settings comes before any text
-
-    def write(text: str) -> None:
-        print(start.pop() + text if start else text, end="", flush=True)
-
-    module.complete(prompt, max_new_tokens, sampling, stop=stop or (), write=write)
-    print("".join(start))
-
-
-def _lines(path: str) -> list[str]:
-    """The lines of a text file."""
-    try:
-        return Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise NeoXError(f"prompts_file={path!r} cannot be read as UTF-8 text: {error}") from error
-
-
-def convert(
-    src: str,
-    dst: str,
-    to: Literal["neox", "neox-sequential", "hf"] = "hf",
-    tp: int = 2,
-    model: str | None = None,
-) -> None:
-    """Rewrite a checkpoint in another format, layer by layer.
-
-    Args:
-        src: A checkpoint: a directory of GPT-NeoX (layer_XX-model_YY or mp_rank_YY files) or of Hugging Face
-            (safetensors or .bin), or one that `neox-lit fit` wrote.
-        dst: A directory that does not exist yet.
-        to: 'hf': what transformers reads. 'neox': a file for each layer and rank. 'neox-sequential': mp_rank files.
-        tp: Tensor-parallel ranks to write for, for GPT-NeoX.
-        model: A preset's name or a GPT-NeoX yml, if there is no config beside the weights.
-    """
-    config = None
-    if model is not None:
-        config = NeoXConfig.preset(model) if model in PRESETS else NeoXConfig.from_yml(model)
-    checkpoints.convert(src, dst, to, tp, config)
-    print(f"Wrote {dst}")
-
-
-def load_module(checkpoint: str, device: str = "cpu") -> NeoXLightning:
-    """The module of a checkpoint of any format that `open_checkpoint` knows, ready to generate.
-
-    Raises:
-        NeoXError: No such file, not a checkpoint, or one of something else.
-    """
-    path = Path(checkpoint)
-    ours = path.suffix == ".ckpt" or (path / ".metadata").exists() or not path.exists()
-    try:
-        if ours:
-            read_head(checkpoint)
-            return NeoXLightning.load_from_checkpoint(checkpoint, map_location=device, weights_only=True).eval()
-        module = NeoXLightning(pretrained=checkpoint)
-        module.configure_model()
-        return module.to(device).eval()
-    except NeoXError:
-        raise
-    except Exception as error:  # torch and pickle raise many kinds
-        raise NeoXError(f"checkpoint {checkpoint!r} is not one of NeoXLightning: {error}") from error
-
-
-def read_head(checkpoint: str | os.PathLike) -> dict[str, Any]:
-    """What a checkpoint, a file or a sharded directory, says beside its weights, which are not read.
-
-    Raises:
-        NeoXError: No such file, or not a checkpoint.
-    """
-    path = Path(checkpoint)
-    if not path.exists():
-        raise NeoXError(f"checkpoint {str(checkpoint)!r}: no such file (here: {Path.cwd()})")
-    try:
-        if path.is_dir():
-            return read_extra(path)
-        content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-    except Exception as error:  # torch and pickle raise many kinds, and advise to trust the file
-        raise NeoXError(f"{str(checkpoint)!r} is not a checkpoint, or is damaged ({type(error).__name__})") from error
-    if not isinstance(content, dict):
-        raise NeoXError(f"{str(checkpoint)!r} is not a checkpoint: it holds a {type(content).__name__}")
-    return content
 
 
 class NeoXCLI(LightningCLI):
@@ -205,8 +67,13 @@ _NOISE = (
 )
 
 # Commands beside LightningCLI's; each is a typed function whose docstring is its help.
-COMMANDS: dict[str, Callable[..., None]] = {"convert": convert, "generate": generate}
-_POSITIONAL = ("convert",)  # those whose required arguments come without their names
+COMMANDS: dict[str, Callable[..., None]] = {
+    "convert": convert,
+    "evaluate": evaluate,
+    "generate": generate,
+    "tokenizer": tokenizer,
+}
+_POSITIONAL = ("convert", "tokenizer")  # those whose required arguments come without their names
 
 _DESCRIPTION = (
     "GPT-NeoX on PyTorch Lightning with ZeRO stage 3. The commands below take --config FILE.yaml. Further commands, "

@@ -307,9 +307,23 @@ class NeoXLightning(LightningModule):
         ids = [self.tokenizer.encode(prompt) or [self.tokenizer.end_of_text] for prompt in prompts]
         if max_new_tokens is None:
             max_new_tokens = max(1, self.config.max_seq_len - max(map(len, ids), default=0))
+        return self.complete_ids(ids, max_new_tokens, sampling, stop=stop, write=write)
+
+    def complete_ids(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: Sampling = GREEDY,
+        *,
+        stop: Sequence[str] = (),
+        write: Callable[[str], object] | None = None,
+    ) -> list[str]:
+        """`complete_all` for prompts of token ids."""
+        if self.tokenizer is None:
+            raise NeoXError("no tokenizer is known; set module.tokenizer = TextTokenizer.from_file(path)")
         decode = self.tokenizer.decode
         texts = [Continuation(decode, stop, write if row == 0 else None) for row in range(len(prompts))]
-        self.generate(ids, max_new_tokens, sampling, on_token=lambda row, token: texts[row].add(token))
+        self.generate(prompts, max_new_tokens, sampling, on_token=lambda row, token: texts[row].add(token))
         return [text.end() for text in texts]
 
     def example_batch(self, batch_size: int, seq_len: int | None = None) -> Batch:

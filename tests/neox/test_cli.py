@@ -14,7 +14,8 @@ import torch
 import yaml
 
 from neox_lit import NeoXError
-from neox_lit.cli import load_module, main
+from neox_lit.cli import main
+from neox_lit.commands import load_module
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
