@@ -266,6 +266,7 @@ def _trainer(strategy: Any, precision: Any) -> Any:
     """A Trainer that never fits: what modules ask their Trainer about."""
     from lightning.pytorch import Trainer
 
+    strategy._start_method = "fork"  # nothing is started; but in Jupyter a Trainer would refuse the others
     return Trainer(
         strategy=strategy,
         precision=precision,

@@ -72,6 +72,19 @@ else:
     _Base = object
 
 
+class _BringsWeightsBack:
+    """Part of a launcher whose processes end: this process's module gets the trained weights, all of them.
+
+    Lightning loads what finds a parameter of its name, and a model that `configure_model` makes is not there yet.
+    """
+
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
+        if worker_output.weights_path is not None:
+            with trainer.strategy.precision_plugin.tensor_init_context():
+                trainer.lightning_module.configure_model()
+        super()._recover_results_in_main_process(worker_output, trainer)  # type: ignore[misc]
+
+
 class Zero3StrategyMixin(_Base):
     """ZeRO stage 3: parameters, gradients and optimizer state sharded over all ranks.
 
@@ -203,7 +216,8 @@ class Zero3StrategyMixin(_Base):
                 self.cluster_environment, self.num_processes, self.num_nodes
             )
         else:
-            self._launcher = launchers._MultiProcessingLauncher(self, start_method=self._start_method)
+            kind = type("Launcher", (_BringsWeightsBack, launchers._MultiProcessingLauncher), {})
+            self._launcher = kind(self, start_method=self._start_method)
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
@@ -422,6 +436,8 @@ class Zero3StrategyMixin(_Base):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The plain module's state dict, on the first rank; empty on the others."""
+        if self._engine is None:  # after a fit in other processes, which have handed back full weights
+            return dict(self.lightning_module.state_dict())
         if self.lightning_module.trainer.state.status == "interrupted":  # of an exception, perhaps of this rank alone
             self.engine.comm.together("saving a checkpoint after an exception", timeout=_LAST_WORDS)
         if self.state_dict_type == "sharded":
@@ -455,8 +471,8 @@ class Zero3StrategyMixin(_Base):
             for name, state in optimizer["state"].items():
                 entries.update({f"optimizer_{i}.state.{name}.{key}": value for key, value in state.items()})
         extra = {**checkpoint, sharded_checkpoint.PARAM_GROUPS: groups}
-        if not self.save_async:
-            sharded_checkpoint.write(path, entries, durable.saved(extra), self.engine.comm)
+        if not self.save_async or self._engine is None:
+            sharded_checkpoint.write(path, entries, durable.saved(extra), self._engine.comm if self._engine else None)
             return
         if self._background is None:
             self._background = BackgroundWriter()

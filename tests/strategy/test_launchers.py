@@ -70,6 +70,21 @@ for _ in range(2):
     """
 scores = Trainer(strategy="zero3_notebook", **options).validate(module, data, verbose=False)
 torch.save([kept, scores, module.net(torch.ones(1, 7)).detach()], RESULT)
+trainer.save_checkpoint(RESULT + ".ckpt")
+""",
+    """
+class Late(Small):  # whose model is made in the processes
+    def __init__(self):
+        super().__init__()
+        self.net = None
+
+    def configure_model(self):
+        if self.net is None:
+            self.net = Small().net
+
+late = Late()
+Trainer(strategy="zero3_notebook", **options).fit(late, data)
+torch.save(late.state_dict(), RESULT + ".late")
 """,
 )
 
@@ -87,6 +102,9 @@ def test_a_jupyter_kernel_has_the_trained_weights_afterwards(tmp_path, monkeypat
     plain = Small()
     plain.load_state_dict(kept[1]["weights"])
     assert_same(output, plain.net(torch.ones(1, 7)))
+    saved = torch.load(f"{tmp_path / 'result.pt'}.ckpt", weights_only=True)["state_dict"]
+    assert_same(saved, dict(plain.state_dict()), rtol=0, atol=0)
+    assert_same(torch.load(tmp_path / "result.pt.late"), kept[0]["weights"], rtol=1e-6)
 
 
 CONFIG = """
