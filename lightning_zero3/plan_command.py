@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_zero3.errors import Zero3Error
 from lightning_zero3.plan import Plan, Rehearsal, largest_micro_batch
 from lightning_zero3.report import human
-from lightning_zero3.weights import empty_parameters
+from lightning_zero3.weights import empty_parameters, rehearsal
 from lightning_zero3.wrap import choose
 
 __all__ = ["Planned", "comparison", "plan_config", "plot", "table", "variants_of"]
@@ -54,25 +54,28 @@ class Planned:
     def _rehearsal(self) -> Rehearsal:
         from lightning_zero3.strategy import Zero3Strategy
 
-        return Rehearsal(
-            self._make_module,
-            world_size=self.world_size,
-            strategy=Zero3Strategy(**self.strategy),
-            precision=self.precision,
-            micro_batches=self.micro_batches,
-            accelerator=self.accelerator,
-        )
+        try:
+            return Rehearsal(
+                self._make_module,
+                world_size=self.world_size,
+                strategy=Zero3Strategy(**self.strategy),
+                precision=self.precision,
+                micro_batches=self.micro_batches,
+                accelerator=self.accelerator,
+            )
+        except (ValueError, OSError) as error:  # of the model: a setting, or a file that it needs
+            raise Zero3Error(f"model: {error}") from error
 
     def blocks(self) -> set[type[nn.Module]]:
         """Classes of the model's blocks: what "auto" makes layers of, and that have parts."""
-        with empty_parameters():
+        with empty_parameters(), rehearsal():
             module = self._make_module()
             module.configure_model()
         return {type(m) for m in choose(module, "auto") if any(True for _ in m.children())}
 
     def offers(self) -> dict[str, dict[str, Any]]:
         """What the model itself offers to make it smaller: names, and keys of the configuration with their values."""
-        with empty_parameters():
+        with empty_parameters(), rehearsal():
             offers = getattr(self._make_module(), "plan_variants", dict)
         return offers()
 

@@ -16,7 +16,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero3.errors import Zero3Error
 
-__all__ = ["LazyTensor", "arrived", "empty_parameters", "hand_over", "load_weights", "until_sharded", "waiting_for"]
+__all__ = [
+    "LazyTensor",
+    "arrived",
+    "empty_parameters",
+    "hand_over",
+    "is_rehearsal",
+    "load_weights",
+    "rehearsal",
+    "until_sharded",
+    "waiting_for",
+]
 
 
 @runtime_checkable
@@ -35,6 +45,7 @@ class LazyTensor(Protocol):
 
 _waiting: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> the LazyTensor or Tensor it waits for
 _deferring: ContextVar[bool] = ContextVar("deferring", default=False)
+_rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
 
 
 @contextmanager
@@ -70,6 +81,21 @@ def until_sharded() -> Iterator[None]:
         yield
     finally:
         _deferring.reset(token)
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """What is built inside is only looked at, by a plan: weights will never be needed, nor their files."""
+    token = _rehearsing.set(True)
+    try:
+        yield
+    finally:
+        _rehearsing.reset(token)
+
+
+def is_rehearsal() -> bool:
+    """Whether a model is built for a plan only, so that its files need not be there."""
+    return _rehearsing.get()
 
 
 def load_weights(module: nn.Module, tensors: Mapping[str, LazyTensor | Tensor], strict: bool = True) -> None:

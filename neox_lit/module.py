@@ -14,6 +14,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightning_zero3 import empty_parameters, load_weights
+from lightning_zero3.weights import is_rehearsal
 from neox_lit.adapters import load_adapter, save_adapter
 from neox_lit.cache import KVCache
 from neox_lit.checkpoints import open_checkpoint
@@ -169,6 +170,8 @@ class NeoXLightning(LightningModule):
 
     def _from_files(self, path: str) -> NeoXModel:
         """The model with a checkpoint's weights, in the dtype of the run."""
+        if is_rehearsal():
+            return NeoXModel(self.config)
         checkpoint = open_checkpoint(path, self.config)
         if checkpoint.tokenizer is not None:
             self._take_tokenizer(TextTokenizer.from_json(checkpoint.tokenizer))

@@ -1,6 +1,7 @@
 """`zero3 plan`, as a user calls it."""
 
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -46,6 +47,24 @@ def test_what_the_yaml_says_is_planned(config, capsys, tmp_path):
     fits = int(re.search(r"largest micro-batch in 7.6 MiB: (\d+)", said)[1])
     assert planned.of(fits).peak <= 8_000_000 < planned.of(fits + 1).peak
     assert picture.stat().st_size > 5_000
+
+
+@pytest.mark.parametrize("name", ["gpt-neox-20b-biases", "gpt-neox-20b-int8-lora"])
+def test_what_is_fine_tuned_is_planned_before_its_files_are_there(name, config, capsys):
+    path = Path(__file__).parents[2] / "configs" / f"{name}.yaml"
+    small = [
+        "--set",
+        "model.overrides={n_layers: 1, n_hidden: 64, n_heads: 2, n_vocab: 128}",
+        "--set",
+        "data.seq_len=16",
+    ]
+    assert main(["plan", "--config", str(path), *small]) == 0
+    assert "ZeRO-3 on " in capsys.readouterr().out
+    assert main(["plan", "--config", str(path), "--set", "model.preset=null"]) == 1
+    said = capsys.readouterr().err
+    assert "models/gpt-neox-20b" in said
+    assert "no such file" in said
+    assert said.count("\n") == 1
 
 
 def test_what_would_change(config, capsys):
