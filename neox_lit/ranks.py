@@ -26,7 +26,11 @@ class _Worker(LightningModule):
         self.module.configure_model()
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self._work(self.module)
+        try:
+            return self._work(self.module)
+        except NeoXError as error:
+            error.on_all_ranks = True  # they all do the same
+            raise
 
 
 def on_ranks(
