@@ -8,13 +8,14 @@ from __future__ import annotations
 from pytorch_lightning import callbacks
 from pytorch_lightning.plugins import precision as _lightning
 from pytorch_lightning.strategies import StrategyRegistry
+from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 from pytorch_lightning.strategies.parallel import ParallelStrategy
 
 from lightning_zero3.averaging import ShardedAveragingMixin, lightnings
 from lightning_zero3.loading import let_lightning_load_directories
 from lightning_zero3.precision import MixedPrecisionMixin, TruePrecisionMixin
 from lightning_zero3.registry import register_strategies
-from lightning_zero3.strategy import Zero3StrategyMixin
+from lightning_zero3.strategy import LauncherMixin, Zero3StrategyMixin
 
 __all__ = ["EMAWeightAveraging", "MixedPrecision", "Precision", "WeightAveraging", "Zero3Strategy"]
 
@@ -27,12 +28,17 @@ class MixedPrecision(MixedPrecisionMixin, _lightning.MixedPrecision):  # type: i
     """`MixedPrecisionMixin` for `pytorch_lightning`."""
 
 
+class Launcher(LauncherMixin, _MultiProcessingLauncher):  # type: ignore[misc]
+    """`LauncherMixin` for `pytorch_lightning`."""
+
+
 class Zero3Strategy(Zero3StrategyMixin, ParallelStrategy):  # type: ignore[misc]
     __doc__ = Zero3StrategyMixin.__doc__
     _pl = "pytorch_lightning"
     _fabric = "lightning_fabric"
     _precision_class = Precision
     _mixed_precision_class = MixedPrecision
+    _launcher_class = Launcher
 
 
 class WeightAveraging(ShardedAveragingMixin, lightnings(callbacks, "WeightAveraging")):  # type: ignore[misc]

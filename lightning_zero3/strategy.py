@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.plugins import precision as _lightning
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -53,7 +54,7 @@ from lightning_zero3.shard import (
 from lightning_zero3.weights import until_sharded
 from lightning_zero3.wrap import AutoWrapPolicy, check_policy
 
-__all__ = ["Zero3Strategy", "Zero3StrategyMixin"]
+__all__ = ["LauncherMixin", "Zero3Strategy", "Zero3StrategyMixin"]
 
 _LAST_WORDS = timedelta(seconds=15)  # how long a failing rank waits for the others before it gives up saving
 
@@ -72,7 +73,7 @@ else:
     _Base = object
 
 
-class _BringsWeightsBack:
+class LauncherMixin:
     """Part of a launcher whose processes end: this process's module gets the trained weights, all of them.
 
     Lightning loads what finds a parameter of its name, and a model that `configure_model` makes is not there yet.
@@ -216,8 +217,7 @@ class Zero3StrategyMixin(_Base):
                 self.cluster_environment, self.num_processes, self.num_nodes
             )
         else:
-            kind = type("Launcher", (_BringsWeightsBack, launchers._MultiProcessingLauncher), {})
-            self._launcher = kind(self, start_method=self._start_method)
+            self._launcher = self._launcher_class(self, start_method=self._start_method)
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
@@ -638,8 +638,13 @@ def _float_dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | No
     return dtype
 
 
+class Launcher(LauncherMixin, _MultiProcessingLauncher):
+    """`LauncherMixin` for `lightning`."""
+
+
 class Zero3Strategy(Zero3StrategyMixin, ParallelStrategy):
     __doc__ = Zero3StrategyMixin.__doc__
+    _launcher_class = Launcher
 
 
 register_strategies(Zero3Strategy, StrategyRegistry)
