@@ -14,6 +14,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 
+from tests.harness import distributed
+from tests.strategy.runs import trainer
+
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
@@ -44,9 +47,13 @@ def test_what_it_says_of_other_strategies():
         Trainer(strategy="fsdp", accelerator="cpu", devices=2)
     with pytest.raises(MisconfigurationException, match="'norm'` is currently not supported"):
         FSDPPrecision("32-true").clip_grad_by_norm()
-    trainer = Trainer(strategy=ModelParallelStrategy(), accelerator="cpu", devices=1, logger=False, barebones=True)
-    with pytest.raises(TypeError, match=r"required to override the `configure_model\(\)` hook"):
-        trainer.fit(BoringModel())
     deepspeed = inspect.getsource(DeepSpeedStrategy)
     for said in ("only supported on CUDA GPUs", "only one optimizer", "does not support clipping gradients by value"):
         assert said in deepspeed
+
+
+@distributed(world=2)
+def test_model_parallel_strategy_wants_configure_model():
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    with pytest.raises(TypeError, match=r"required to override the `configure_model\(\)` hook"):
+        trainer(strategy).fit(BoringModel())
