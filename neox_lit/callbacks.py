@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -189,6 +190,10 @@ def _peak_memory(device: torch.device) -> float:
     """GiB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
+    if sys.platform == "linux":  # where ru_maxrss also counts what the parent had when it started this process
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 2**20
     unit = 1 if sys.platform == "darwin" else 2**10  # of ru_maxrss
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 

@@ -22,6 +22,7 @@ from neox_lit.checkpoints import convert
 from neox_lit.checkpoints.lazy import InFile, whole
 from neox_lit.cli import main
 from tests.harness import distributed
+from tests.harness.memory import needs_linux
 from tests.neox.helpers import random_model, tiny, to_hf
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -496,21 +497,19 @@ def test_latest_and_wrong_places(tmp_path, written):
             open_checkpoint(path)
 
 
+@needs_linux
 def test_converting_takes_the_memory_of_about_one_layer(tmp_path):
     """A model of 8 layers of 12.6 MB, in a process of its own."""
     script = """
-        import resource, sys
         import safetensors.torch
         from neox_lit import open_checkpoint, save_hf, save_neox
-
-        def peak():
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        from tests.harness.memory import PeakMemory
 
         open_checkpoint("neox").tensors["embedding.word_embeddings.weight"].read(0, 10)
-        before = peak()
+        peak = PeakMemory()
         save_hf(open_checkpoint("neox"), "hf", shard_bytes=1)
         save_neox(open_checkpoint("hf"), "4", tp=4)
-        print(peak() - before)
+        print(peak() // 2**20)
     """
     save_neox(NeoXModel(tiny(n_hidden=512, n_layers=8, n_heads=8)), tmp_path / "neox", tp=2)
     size = sum(path.stat().st_size for path in (tmp_path / "neox").iterdir())

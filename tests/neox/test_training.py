@@ -5,26 +5,30 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import time
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.loss_memory import Memory, step
 from lightning_zero3 import GradientNorms, Zero3Strategy
-from neox_lit import LoRAOptions, NeoXError, NeoXLightning, SampleText, Throughput, compiling
+from neox_lit import LoRAOptions, NeoXError, NeoXLightning, SampleText, Throughput, callbacks, compiling
 from neox_lit.finetune import set_trainable
 from neox_lit.flops import flops_per_token, peak_flops
 from neox_lit.lora import add_lora
 from neox_lit.loss import IGNORE, token_loss
 from tests.harness import assert_same, distributed
+from tests.harness.memory import needs_linux
 from tests.harness.oracles import fit
 from tests.neox.helpers import random_model, tiny
 from tests.neox.test_module import quiet
-from tests.neox.tuning import EXACT, Tuned, loader, module, zero3
+from tests.neox.tuning import EXACT, Tuned, Windows, loader, module, zero3
 from tests.strategy.runs import same_run
 
 # -- chunks of logits -------------------------------------------------------------------------------------------------
@@ -172,43 +176,51 @@ def test_devices_are_known_by_their_names():
     assert peak_flops("NVIDIA A10G") is None
 
 
-class Slow(Callback):
-    """Takes time where no training happens."""
+class Clock(Callback):
+    """A clock that moves by what a run does: a batch of rank r takes 2 + r seconds, an item 0.5, a validation 100."""
 
-    def on_validation_start(self, trainer, module):
-        time.sleep(0.4)
+    def __init__(self):
+        self.now = 0.0
+
+    def on_train_batch_start(self, trainer, module, batch, index):
+        self.now += 2 + trainer.global_rank
+
+    def on_validation_end(self, trainer, module):
+        self.now += 100
+
+    def slowly(self, data):
+        class Data(torch.utils.data.Dataset):
+            def __len__(_):
+                return len(data)
+
+            def __getitem__(_, index):
+                self.now += 0.5
+                return data[index]
+
+        return Data()
 
 
 @distributed(world=2)
 def test_throughput_counts_tokens_of_all_ranks_and_training_alone(tmp_path):
-    class Clock(Callback):
-        """The time of batches, as seen from outside."""
-
-        seconds = 0.0
-
-        def on_train_batch_start(self, trainer, module, batch, index):
-            self.start = time.perf_counter()
-
-        def on_train_batch_end(self, trainer, module, outputs, batch, index):
-            self.seconds += (time.perf_counter() - self.start) * (index > 0)
-
-    clock, watch = Clock(), Throughput(peak_flops=1e9, every_n_steps=7)
+    watch, clock = Throughput(peak_flops=1e9, every_n_steps=7), Clock()
     trainer = quiet(
         strategy=Zero3Strategy(),
         devices=2,
         max_steps=7,
-        val_check_interval=1,
+        val_check_interval=3,
         num_sanity_val_steps=0,
         logger=CSVLogger(tmp_path),
         log_every_n_steps=1,
-        callbacks=[watch, clock, Slow(), GradientNorms(per="total", prog_bar=True)],
+        callbacks=[watch, clock, GradientNorms(per="total", prog_bar=True)],
     )
     tuned = module()
-    trainer.fit(tuned, loader(28), loader(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(callbacks, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+        trainer.fit(tuned, DataLoader(clock.slowly(Windows(28)), batch_size=2), loader(2))
     logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    # 2 ranks, 6 batches after the first, 2 windows of 12 targets; 2.4 s of validation do not count
-    seconds = 2 * 6 * 2 * 12 / logged["tokens_per_s"]
-    assert clock.seconds * 0.5 < seconds < clock.seconds + 1.2
+    # 2 ranks, 6 batches after the first, 2 windows of 12 targets. They take what the slower rank takes, 3 s each, and
+    # 1 s of loading the next, but where validation comes between.
+    assert logged["tokens_per_s"] == pytest.approx(2 * 6 * 2 * 12 / (6 * 3 + 4 * 1))
     flops = logged["tokens_per_s"] / 2 * flops_per_token(tuned.config, tuned.model, 12)
     assert logged["tflops_per_s"] == pytest.approx(flops / 1e12, rel=1e-4)
     assert logged["mfu"] == pytest.approx(flops / 1e9, rel=1e-4)
@@ -221,6 +233,14 @@ def test_throughput_counts_tokens_of_all_ranks_and_training_alone(tmp_path):
     if trainer.is_global_zero:
         header = next(tmp_path.rglob("metrics.csv")).read_text().splitlines()[0]
         assert {"tokens_per_s", "tflops_per_s", "mfu", "memory_gib", "grad_2.0_norm_total"} < set(header.split(","))
+
+
+@needs_linux
+def test_the_memory_of_a_process_is_its_own_and_not_its_parents():
+    ask = "import torch; from neox_lit.callbacks import _peak_memory; print(_peak_memory(torch.device('cpu')))"
+    ballast = torch.ones(2**28)  # 1 GiB
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=100, check=True)
+    assert 0.05 < float(done.stdout) < 1 < callbacks._peak_memory(ballast.device)
 
 
 @distributed(world=2)

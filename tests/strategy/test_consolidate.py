@@ -20,6 +20,7 @@ from lightning_zero3.consolidate import consolidate, parse_size
 from lightning_zero3.durable import saved
 from lightning_zero3.inspection import inspect_checkpoint
 from tests.harness import assert_same, run
+from tests.harness.memory import needs_linux
 from tests.strategy.runs import trainer, weights_of, zero3
 from tests.strategy.test_checkpoints import Saved, Trusting, common_batches, make_mlp, with_schedule
 
@@ -225,26 +226,21 @@ def test_damaged_safetensors_are_named(tmp_path):
 
 BOUND = """
 import sys
-from pathlib import Path
 from lightning_zero3.consolidate import consolidate
-
-def resident(field):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+from tests.harness.memory import PeakMemory
 
 source, *outs = sys.argv[1:]
 consolidate(source + ".small", source + ".pt", weights_only=True)  # what is imported on the way does not count
 for out in outs:
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
+    peak = PeakMemory()
     consolidate(source, out)
-    print(resident("VmHWM") - before)
+    print(peak())
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is measured by Linux")
+@needs_linux
 def test_memory_is_bounded_by_the_largest_tensor_not_by_the_model(tmp_path):
-    tensors = {f"{i}": torch.full((1000, 5000), float(i)) for i in range(15)}  # 20 MB each, 300 MB
+    tensors = {f"{i}": torch.full((1000, 5000), float(i)) for i in range(24)}  # 20 MB each, 480 MB
     write(tmp_path / "x", tensors)
     write(tmp_path / "x.small", {"w": torch.ones(3)})
     outs = [str(tmp_path / name) for name in ("y.ckpt", "y.safetensors")]
@@ -258,9 +254,10 @@ def test_memory_is_bounded_by_the_largest_tensor_not_by_the_model(tmp_path):
     assert done.returncode == 0, done.stderr
     peaks = [int(line) for line in done.stdout.split()]
     assert len(peaks) == 2
-    assert max(peaks) < 160e6, peaks  # a group of 64 MB, and torch's copies of what it reads
-    assert torch.load(outs[0], mmap=True)["state_dict"]["14"][-1, -1] == 14
-    assert os.path.getsize(outs[1]) > 300e6
+    # A group of 60 MB, torch's copies of what it reads, and some: 120 to 160 MB were seen. The whole would be 480.
+    assert max(peaks) < 220e6, peaks
+    assert torch.load(outs[0], mmap=True)["state_dict"]["23"][-1, -1] == 23
+    assert os.path.getsize(outs[1]) > 480e6
 
 
 def test_help_does_not_wait_for_torch():
