@@ -1,16 +1,21 @@
-"""ZeRO stage 3 for PyTorch Lightning. One file for each idea:
+"""ZeRO stage 3 for PyTorch Lightning. One file for each idea; here the engine, which needs no Lightning:
 
 - `layout`: where each parameter lies in a flat space. `chunk`: this rank's slices, and segments for optimizers.
 - `slots`: the buffers that layers take turns in. `comm`: collectives, and the watch over ranks that part ways.
 - `state`, `layer`: the life of a layer. `collect`: its gradients on their way. `engine`: which layer when.
 - `order`: what is recorded to prefetch by.
 - `saved`: weights in autograd's graph. `access`: parameters that are read outside of their layer.
-- `wrap`: what becomes a layer. `shard`: from a model to a sharded one and back.
+- `wrap`: what becomes a layer. `shard`: from a model to a sharded one and back. `sequential`: without Lightning.
 - `meta`: models without memory. `weights`: from files straight into shards.
-- `boxes`, `sharded_checkpoint`, `durable`, `background`, `loading`, `requeue`: checkpoints that are directories.
-- `consolidate`, `inspection`, `safetensors`, `cli`: `zero3` from the shell.
-- `plan`, `plan_command`: what a run will take. `timeline`: what it does when.
-- `optim`, `clip`, `precision`, `scaler`, `strategy`, `evenly`, `report`, `callbacks`, `averaging`: the rest of a run.
+- `optim`: optimizers over segments. `gradients`: what `parameter.grad` is meanwhile. `clip`: norms over ranks.
+- `checkpointing`: activations that are computed again.
+
+And what the Trainer wants of it: `strategy`, `precision`, `scaler`, `evenly`, `report`, `requeue`, `registry`,
+`pytorch_lightning`. Around both:
+
+- `checkpoints`: directories in which every rank writes its part, and the files that they become.
+- `callbacks`: averages of weights, norms of gradients, a time line.
+- `tools`: `zero3` from the shell: plan a run, consolidate and inspect checkpoints.
 """
 
 # Names are imported when they are first used: `zero3 --help` need not wait for torch and Lightning.
@@ -21,12 +26,14 @@ from typing import TYPE_CHECKING, Any
 from lightning_zero3.registry import register_when_imported
 
 if TYPE_CHECKING:
-    from lightning_zero3.averaging import EMAWeightAveraging, WeightAveraging
-    from lightning_zero3.callbacks import GradientNorms, MemoryReport
+    from lightning_zero3.callbacks.averaging import EMAWeightAveraging, WeightAveraging
+    from lightning_zero3.callbacks.gradient_norms import GradientNorms
+    from lightning_zero3.callbacks.memory_report import MemoryReport
+    from lightning_zero3.callbacks.timeline import Timeline
+    from lightning_zero3.checkpoints.loading import newest_checkpoint
     from lightning_zero3.chunk import PrecisionPolicy
     from lightning_zero3.errors import Zero3Error
     from lightning_zero3.layer import Zero3Layer
-    from lightning_zero3.loading import newest_checkpoint
     from lightning_zero3.report import Report
     from lightning_zero3.sequential import Zero3Sequential
     from lightning_zero3.shard import (
@@ -38,24 +45,24 @@ if TYPE_CHECKING:
     )
     from lightning_zero3.state import LayerState
     from lightning_zero3.strategy import Zero3Strategy
-    from lightning_zero3.timeline import Timeline
     from lightning_zero3.weights import empty_parameters, load_weights, until_sharded
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "averaging": ("EMAWeightAveraging", "WeightAveraging"),
-    "callbacks": ("GradientNorms", "MemoryReport"),
+    "callbacks.averaging": ("EMAWeightAveraging", "WeightAveraging"),
+    "callbacks.gradient_norms": ("GradientNorms",),
+    "callbacks.memory_report": ("MemoryReport",),
+    "callbacks.timeline": ("Timeline",),
+    "checkpoints.loading": ("newest_checkpoint",),
     "chunk": ("PrecisionPolicy",),
     "errors": ("Zero3Error",),
     "layer": ("Zero3Layer",),
-    "loading": ("newest_checkpoint",),
     "report": ("Report",),
     "sequential": ("Zero3Sequential",),
     "shard": ("full_state_dict", "gather_parameters", "load_full_state_dict", "shard_module", "trainable_chunks"),
     "state": ("LayerState",),
     "strategy": ("Zero3Strategy",),
-    "timeline": ("Timeline",),
     "weights": ("empty_parameters", "load_weights", "until_sharded"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

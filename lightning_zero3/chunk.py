@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero3 import compat
+from lightning_zero3.checkpoints.boxes import FlatRange
 from lightning_zero3.comm import Communicator
 from lightning_zero3.errors import Zero3Error
 from lightning_zero3.layout import Layout
@@ -105,6 +106,8 @@ class Chunk:
 
         self._scalars = torch.full((len(self.params),), _poison(self.dtype), dtype=self.dtype, device=device)
         self._placeholders = [scalar.expand(p.shape) for scalar, p in zip(self._scalars, self.params, strict=True)]
+        self._pointed_to: list[Tensor] = []
+        self._versions: list[int] = []  # of the parameters when they were parked
         self.park()
 
     def _shard(self, comm: Communicator, device: torch.device) -> Tensor:
@@ -179,7 +182,7 @@ class Chunk:
                 )
 
     def check_unwritten(self) -> None:
-        """Raise if someone wrote to a full parameter since it was gathered: the change would be lost."""
+        """Raise if someone wrote to a parameter since `park`, while it was full: the change would be lost."""
         for name, param, version in zip(self.names, self.params, self._versions, strict=True):
             if param._version != version:
                 raise Zero3Error(
@@ -226,6 +229,11 @@ class Chunk:
             if part.start < part.stop:
                 at = span.start + part.start - self.start - lo
                 yield index, part, slice(at, at + part.stop - part.start)
+
+    def range_of(self, index: int, start: int, values: Tensor) -> FlatRange:
+        """`values` as elements of the whole parameter, flattened as in the flat space, from `start` on."""
+        span = self.layout.spans[index]
+        return FlatRange(span.shape, span.stride, start, values)
 
     @property
     def grad_nbytes(self) -> int:

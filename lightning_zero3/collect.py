@@ -91,10 +91,12 @@ class GradientCollector:
             and grad.stride() == chunk.layout.spans[0].stride
         )
 
-    def hand_over(self) -> tuple[Slot | None, set[tuple[int, int]], list[Tensor]]:
-        """The flat gradients, one `[total]` per trainable chunk, with what was held back.
+    def complete(self) -> tuple[Slot | None, set[tuple[int, int]], list[Tensor]]:
+        """End the collection: what was held back is added, and what no gradient arrived for is zero, as all padding.
 
-        What no gradient arrived for is zero, and so is all padding. Also says which arrived.
+        Returns:
+            The slot that they lie in, if any; which gradients arrived; the flat gradients, one `[total]` per trainable
+            chunk.
         """
         held, self._held = self._held, None
         if self._into is None:
@@ -123,7 +125,7 @@ class GradientCollector:
     def hold_back(self) -> None:
         """Keep the flat gradients, to be added to those of the next pass."""
         into = self._into
-        slot, arrived, flats = self.hand_over()
+        slot, arrived, flats = self.complete()
         assert into is not None
         self._held = slot, arrived, Views(flats, into.params)
 

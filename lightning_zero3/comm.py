@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from lightning_zero3.errors import Zero3Error
 __all__ = ["Communicator", "Pending", "Traffic"]
 
 _PATIENCE = timedelta(seconds=5)  # how long a wait lasts before this rank compares its steps with the others'
+_NO_STREAM = nullcontext()
 _LOG = 64  # collectives remembered for that comparison
 
 
@@ -67,24 +69,25 @@ class _Groups(NamedTuple):
     """Process groups of one communicator: fetches never queue behind reductions, and agreements behind neither."""
 
     parent: dist.ProcessGroup
+    timeout: timedelta
     fetch: dist.ProcessGroup
     reduce: dist.ProcessGroup
     control: dist.ProcessGroup  # always gloo: messages of a few bytes between hosts
     steps: _Steps
 
 
-_groups: list[_Groups] = []  # making groups is itself a collective, so each process group gets them once
+_groups: list[_Groups] = []  # making groups is itself a collective: once for each process group and timeout
 
 
 def _groups_of(parent: dist.ProcessGroup, timeout: timedelta) -> _Groups:
     for groups in _groups:
-        if groups.parent is parent:
+        if groups.parent is parent and groups.timeout == timeout:
             return groups
     _groups[:] = [g for g in _groups if g.parent in dist.distributed_c10d._world.pg_map]  # drop destroyed ones
     ranks = dist.get_process_group_ranks(parent)
     backend = dist.get_backend(parent)
     fetch, reduce, control = (dist.new_group(ranks, timeout=timeout, backend=b) for b in (backend, backend, "gloo"))
-    _groups.append(_Groups(parent, fetch, reduce, control, _Steps()))
+    _groups.append(_Groups(parent, timeout, fetch, reduce, control, _Steps()))
     return _groups[-1]
 
 
@@ -124,7 +127,7 @@ class Communicator:
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
-    def on_stream(self, name: str) -> torch.cuda.StreamContext | _NoStream:
+    def on_stream(self, name: str) -> AbstractContextManager:
         """Context in which work is queued on the "fetch" or "reduce" stream; nothing on the CPU."""
         return torch.cuda.stream(self._streams[name]) if self._streams else _NO_STREAM
 
@@ -349,14 +352,3 @@ def _diverged(steps: dict[int, str]) -> str:
         "the data decide, let all ranks take both branches (multiply the unwanted one by zero); Hugging Face's "
         "generate() writes as long on every rank with synced_gpus=True."
     )
-
-
-class _NoStream:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-_NO_STREAM = _NoStream()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero3 import compat
-from lightning_zero3.chunk import PrecisionPolicy
+from lightning_zero3.chunk import Chunk, PrecisionPolicy
 from lightning_zero3.comm import Communicator, Pending
 from lightning_zero3.errors import Zero3Error
 from lightning_zero3.order import Event, Path
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "Reduction", "check_prefetch"]
 
-_REDUCTIONS = 1  # in flight while the next layer's gradients are collected
+_REDUCTIONS = 1  # left in flight while the next layer's gradients are collected; its own makes one more, for a moment
 
 _SCOPE = -2  # stands for `Engine.backward_scope` among the graph tasks
 
@@ -80,9 +80,10 @@ class Engine:
         self.bare_state_dicts = False  # let state dicts of sharded modules pass, for `full_state_dict`
         self._forward = {True: Path(), False: Path()}  # with and without gradients
         self._backward = Path()
-        self._path = self._forward[True]
+        self._path = self._forward[True]  # of the forward that is going on, or was last
         self._uses = 0  # calls of layers in progress
-        self._borrowed: set[Zero3Layer] = set()  # fetched because a parameter was read, until the pass ends
+        # Not released after their use, but when the forward ends: parameters are read outside of it, or looked at.
+        self._borrowed: set[Zero3Layer] = set()
         self._warned: set[Zero3Layer] = set()
         self._tasks: set[int] = set()  # graph tasks of the backward in progress
         self._needed: set[Zero3Layer] = set()  # layers whose backward has begun and not ended
@@ -93,6 +94,11 @@ class Engine:
         """Take a layer in. Returns its index."""
         self.layers.append(layer)
         return len(self.layers) - 1
+
+    @property
+    def trainable(self) -> list[Chunk]:
+        """All trainable chunks, layer by layer."""
+        return [chunk for layer in self.layers for chunk in layer.trainable]
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -263,13 +269,13 @@ class Engine:
         if not self._backward.advance(Event("reduce", layer.index)):
             self.comm.agree(f"reduction of layer {layer.name!r}")
         self._land_all_but(_REDUCTIONS)
-        slot, arrived, flats = layer.grads.hand_over()
+        slot, arrived, flats = layer.grads.complete()
         self.comm.order_after("reduce")
         with self.comm.on_stream("reduce"):
             pending = self.comm.reduce(f"layer {layer.name!r}", flats)
             reduction = Reduction(pending, layer, slot, arrived, flats)
             if pending.ready is not None or not pending.works:
-                self._land(reduction)
+                self._land(reduction)  # CUDA: queued behind the reduction, nobody waits. One rank: nothing travels.
             else:
                 self._reductions.append(reduction)
 

@@ -248,8 +248,8 @@ class Zero3Layer(nn.Module):
     @property
     def chunk(self) -> list[Tensor]:
         """This rank's chunks as tensors: the trainable ones (an empty one if nothing trains), then the fixed ones."""
-        trainable = [c.data for c in self.chunks if c.trainable]
-        return (trainable or [torch.empty(0)]) + [c.data for c in self.chunks if not c.trainable]
+        nothing = [] if self.trainable else [torch.empty(0)]
+        return nothing + [c.data for c in self.chunks]
 
     @property
     def chunk_size(self) -> list[int]:
@@ -259,8 +259,7 @@ class Zero3Layer(nn.Module):
     @property
     def param_refs(self) -> list[list[nn.Parameter]]:
         """The parameters themselves, in the order of `chunk`."""
-        trainable = [c.params for c in self.chunks if c.trainable]
-        return (trainable or [[]]) + [c.params for c in self.chunks if not c.trainable]
+        return ([] if self.trainable else [[]]) + [c.params for c in self.chunks]
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
         """What to build an optimizer from: the trainable chunks, or nothing."""

@@ -11,7 +11,7 @@ so that it can be resumed under any strategy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,14 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero3 import sharded_checkpoint
-from lightning_zero3.boxes import FlatRange
+from lightning_zero3.checkpoints import sharded_checkpoint
+from lightning_zero3.checkpoints.sharded_checkpoint import Stored, StoredState
 from lightning_zero3.chunk import Chunk, Segment
 from lightning_zero3.engine import Engine
 from lightning_zero3.errors import Zero3Error
 from lightning_zero3.gradients import StandIns
 from lightning_zero3.layer import Zero3Layer, layer_of
-from lightning_zero3.sharded_checkpoint import Stored, StoredState
 
 __all__ = ["ShardedOptimizers"]
 
@@ -69,7 +68,7 @@ class ShardedOptimizers:
     def __init__(self, optimizers: list[Optimizer], engine: Engine) -> None:
         self.engine = engine
         self._optimizers = optimizers
-        self._stand_ins = StandIns(engine)
+        self.stand_ins = StandIns(engine)
         self._places: dict[int, _Place] = {}  # by id() of the parameter
         self._segments: dict[Optimizer, list[list[tuple[Chunk, Segment]]]] = {}  # of each group
         self._real: dict[Optimizer, list[list[nn.Parameter]]] = {}  # the groups' parameters while segments are shown
@@ -92,25 +91,9 @@ class ShardedOptimizers:
             optimizer.register_state_dict_pre_hook(self._before_state_dict)
             optimizer.register_load_state_dict_pre_hook(self._before_state_dict)
         if any(s.param.grad is not None for o in optimizers for _, s in self._of(o)):
-            self._stand_ins.place()  # gradients of an earlier fit, that `zero_grad` must find
+            self.stand_ins.place()  # gradients of an earlier fit, that `zero_grad` must find
 
     # -- steps --------------------------------------------------------------------------------------------------------
-
-    def before_backward(self) -> None:
-        """Gradients of parameters become what autograd wants them to be."""
-        self._stand_ins.remove()
-
-    def after_backward(self) -> None:
-        """Gradients of parameters become stand-ins."""
-        self._stand_ins.place()
-
-    def settle(self) -> None:
-        """Do to the gradients what was done to the stand-ins: `zero_grad` frees what it seems to free."""
-        self._stand_ins.settle()
-
-    def release(self) -> None:
-        """Leave the module without stand-ins."""
-        self._stand_ins.remove()
 
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         given = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
@@ -158,8 +141,8 @@ class ShardedOptimizers:
 
     def grad_norms(self, norm_type: float) -> dict[str, Tensor]:
         """Norm of each trainable parameter's gradient, by name; the same on every rank."""
-        self._stand_ins.settle()
-        chunks = [c for layer in self.engine.layers for c in layer.trainable]
+        self.stand_ins.settle()
+        chunks = self.engine.trainable
         norms = torch.zeros(sum(len(c.params) for c in chunks), dtype=torch.float64, device=self.engine.device)
         largest = norm_type == float("inf")
         first = 0
@@ -198,7 +181,7 @@ class ShardedOptimizers:
 
     def _show(self, optimizer: Optimizer) -> None:
         self._hide(optimizer)  # after an exception in a step
-        self._stand_ins.settle()
+        self.stand_ins.settle()
         self._assign()
         self._real[optimizer] = self.params(optimizer)
         for group, found in zip(optimizer.param_groups, self._segments[optimizer], strict=True):
@@ -210,7 +193,7 @@ class ShardedOptimizers:
 
     def _assign(self) -> None:
         """Find each group's segments, after whatever was added, unfrozen or split since the last time."""
-        chunks = [c for layer in self.engine.layers for c in layer.trainable]
+        chunks = self.engine.trainable
         groups = [params for optimizer in self._optimizers for params in self.params(optimizer)]
         seen = [[id(p) for p in params] for params in groups], [id(s.param) for c in chunks for s in c.segments]
         if seen == self._seen:
@@ -265,6 +248,13 @@ class ShardedOptimizers:
         """id() of each parameter -> the number it has in a state dict."""
         return {id(p): i for i, p in enumerate(p for params in self.params(optimizer) for p in params)}
 
+    def _groups(self, optimizer: Optimizer, by: Mapping[int, int | str]) -> list[dict[str, Any]]:
+        """The groups as state dicts have them, with what `by` says of each id() for the parameters."""
+        return [
+            {**group, "params": [by[id(p)] for p in params]}
+            for group, params in zip(optimizer.param_groups, self.params(optimizer), strict=True)
+        ]
+
     def _outside(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Parameters that are not the module's; left as they are."""
         return [p for params in self.params(optimizer) for p in params if layer_of(p) is None]
@@ -278,10 +268,7 @@ class ShardedOptimizers:
         """
         self._assign()
         ids, comm = self._ids(optimizer), self.engine.comm
-        param_groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [ids[id(p)] for p in params]}
-            for group, params in zip(optimizer.param_groups, self.params(optimizer), strict=True)
-        ]
+        param_groups = self._groups(optimizer, ids)
 
         # What each rank's segments hold, by parameter: the dtype of what is per element, and all else as it is.
         held: dict[int, dict[str, Any]] = {}
@@ -338,11 +325,10 @@ class ShardedOptimizers:
         for chunk, segment in self._of(optimizer):
             state = optimizer.state.get(segment.param, {})
             for index, part, here in chunk.pieces(segment) if state else ():
-                name, span = chunk.names[index], chunk.layout.spans[index]
+                name = chunk.names[index]
                 for key, value in state.items():
                     if _per_element(value, segment.param):
-                        mine = FlatRange(span.shape, span.stride, part.start, value[here])
-                        states.setdefault(name, {})[key] = mine
+                        states.setdefault(name, {})[key] = chunk.range_of(index, part.start, value[here])
                     else:
                         other.setdefault(name, {})[key] = _clone(_on_cpu(value))
         for found in reversed(self.engine.comm.all_objects(other)):
@@ -354,11 +340,7 @@ class ShardedOptimizers:
             for c in layer.chunks
             for n, p in zip(c.names, c.params, strict=True)
         }
-        groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [name_of[id(p)] for p in params]}
-            for group, params in zip(optimizer.param_groups, self.params(optimizer), strict=True)
-        ]
-        return {"state": states, "param_groups": groups}
+        return {"state": states, "param_groups": self._groups(optimizer, name_of)}
 
     def load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Load a full state dict, whoever wrote it. Every rank takes its own part.
@@ -424,11 +406,10 @@ class ShardedOptimizers:
             entries = {}
             for chunk, segment in self._of(optimizer):
                 for index, part, here in chunk.pieces(segment):
-                    span = chunk.layout.spans[index]
                     for key, value in _raw(states.get(ids[id(chunk.params[index])], {})).items():
                         if isinstance(value, Stored) and value.path == path:
                             mine = optimizer.state[segment.param][key][here]
-                            entries[value.key] = FlatRange(span.shape, span.stride, part.start, mine)
+                            entries[value.key] = chunk.range_of(index, part.start, mine)
             sharded_checkpoint.read(path, entries, self.engine.comm)
 
     def _part_of(

@@ -11,8 +11,8 @@ from pytorch_lightning.strategies import StrategyRegistry
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 from pytorch_lightning.strategies.parallel import ParallelStrategy
 
-from lightning_zero3.averaging import ShardedAveragingMixin, lightnings
-from lightning_zero3.loading import let_lightning_load_directories
+from lightning_zero3.callbacks.averaging import ShardedAveragingMixin, lightnings
+from lightning_zero3.checkpoints.loading import let_lightning_load_directories
 from lightning_zero3.precision import MixedPrecisionMixin, TruePrecisionMixin
 from lightning_zero3.registry import register_strategies
 from lightning_zero3.strategy import LauncherMixin, Zero3StrategyMixin

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero3 import sharded_checkpoint
-from lightning_zero3.boxes import FlatRange
+from lightning_zero3.checkpoints import sharded_checkpoint
+from lightning_zero3.checkpoints.boxes import FlatRange
+from lightning_zero3.checkpoints.sharded_checkpoint import Stored, StoredState
 from lightning_zero3.chunk import PrecisionPolicy
 from lightning_zero3.comm import Communicator
 from lightning_zero3.engine import Engine
 from lightning_zero3.errors import Zero3Error
 from lightning_zero3.layer import Zero3Layer, layer_of
-from lightning_zero3.sharded_checkpoint import Stored, StoredState
 from lightning_zero3.state import LayerState
 from lightning_zero3.wrap import AutoWrapPolicy, check_memory, plan_layers
 
@@ -204,13 +204,10 @@ def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
         layer.release()
         for chunk in layer.chunks:
             nothing = chunk.data.detach()[:0]
-            for param, span in zip(chunk.params, chunk.layout.spans, strict=True):
-                parts[id(param)] = FlatRange(span.shape, span.stride, 0, nothing)
+            for index, param in enumerate(chunk.params):
+                parts[id(param)] = chunk.range_of(index, 0, nothing)
             for index, part, here in chunk.pieces():
-                span = chunk.layout.spans[index]
-                parts[id(chunk.params[index])] = FlatRange(
-                    span.shape, span.stride, part.start, chunk.data.detach()[here]
-                )
+                parts[id(chunk.params[index])] = chunk.range_of(index, part.start, chunk.data.detach()[here])
     state = _bare_state_dict(module, engine)
     return {
         key: parts.get(id(value), value.detach() if isinstance(value, Tensor) else value)
@@ -258,12 +255,12 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bo
             layer.release()
             for chunk in layer.chunks:
                 for index, part, here in chunk.pieces():
-                    span, value = chunk.layout.spans[index], state.get(name_of.get(id(chunk.params[index]), ""))
+                    value = state.get(name_of.get(id(chunk.params[index]), ""))
                     if isinstance(value, Stored):
-                        mine_of_it = FlatRange(span.shape, span.stride, part.start, chunk.data.detach()[here])
-                        stored.setdefault(value.path, {})[value.key] = mine_of_it
+                        into = chunk.range_of(index, part.start, chunk.data.detach()[here])
+                        stored.setdefault(value.path, {})[value.key] = into
                     elif value is not None:
-                        chunk.data[here].copy_(span.flatten(value)[part])
+                        chunk.data[here].copy_(chunk.layout.spans[index].flatten(value)[part])
             layer.updates += 1
         for key, old in mine.items():
             new = state.get(key)

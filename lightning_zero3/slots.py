@@ -41,6 +41,7 @@ class Slot:
         self.free_event: torch.cuda.Event | None = None  # CUDA: what read the slot last must end before it is refilled
         self._storage = self.bytes.untyped_storage()
         self._ours = 0
+        self.version = 0  # of the weights in it
 
     def mark(self, version: int) -> None:
         """It takes in weights of this version. All views that there are now are the engine's."""

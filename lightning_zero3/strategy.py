@@ -22,22 +22,22 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from lightning_zero3 import durable, sharded_checkpoint
-from lightning_zero3.background import BackgroundWriter
-from lightning_zero3.boxes import FlatRange
-from lightning_zero3.callbacks import refuse_callbacks, refuse_loggers
+from lightning_zero3.callbacks.refused import refuse_callbacks, refuse_loggers
 from lightning_zero3.checkpointing import (
     ActivationCheckpointingPolicy,
     check_checkpointing,
     checkpoint_activations,
 )
+from lightning_zero3.checkpoints import durable, sharded_checkpoint
+from lightning_zero3.checkpoints.background import BackgroundWriter
+from lightning_zero3.checkpoints.boxes import FlatRange
+from lightning_zero3.checkpoints.loading import let_lightning_load_directories
 from lightning_zero3.chunk import PrecisionPolicy
 from lightning_zero3.clip import clip_grad_norm_
 from lightning_zero3.comm import Communicator
 from lightning_zero3.engine import Engine, check_prefetch
 from lightning_zero3.errors import Zero3Error
 from lightning_zero3.evenly import EvenSteps, evaluation_batches, training_batches
-from lightning_zero3.loading import let_lightning_load_directories
 from lightning_zero3.optim import ShardedOptimizers
 from lightning_zero3.precision import PRECISIONS, MixedPrecisionMixin, TruePrecisionMixin, Zero3PrecisionMixin
 from lightning_zero3.registry import register_strategies
@@ -111,7 +111,8 @@ class Zero3StrategyMixin(_Base):
         broadcast_buffers: overwrite buffers with the first rank's before each forward pass in training, as DDP does.
         process_group_backend: default "gloo" on the CPU and "nccl" on CUDA.
         timeout: how long a collective may take before it is an error.
-        start_method: "popen" (scripts), "spawn", or "fork" (notebooks; registered as "zero3_notebook").
+        start_method: "popen" (scripts), "fork" (notebooks; registered as "zero3_notebook"), "spawn" or "forkserver"
+            (functions that are called with a Trainer).
 
     Raises:
         Zero3Error: an option that is not supported, when the Trainer is built; a model or optimizer that cannot be
@@ -359,43 +360,39 @@ class Zero3StrategyMixin(_Base):
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def _step(self, context: Any, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a step as one use of the root layer, in which all other layers are used."""
         root, output = self.engine.root, None
         assert root is not None
-        with context:
-            root.enter()
-            try:
-                output = step(*args, **kwargs)
-            finally:
-                root.leave(output)
+        root.enter()
+        try:
+            output = step(*args, **kwargs)
+        finally:
+            root.leave(output)
         return output
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._sharded_optimizers is not None
-        self._sharded_optimizers.settle()
+        self.sharded_optimizers.stand_ins.settle()
         if self._background is not None:
             self._background.check(self.engine.comm)
-        return self._step(self.precision_plugin.train_step_context(), self.lightning_module.training_step, args, kwargs)
+        with self.precision_plugin.train_step_context():
+            return self._step(self.lightning_module.training_step, args, kwargs)
 
     def block_backward_sync(self) -> Any:
         """Surrounds micro-batches that are not the last before a step."""
         return self.engine.no_sync() if self.accumulation == "full" else nullcontext()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._even_steps.step():
-            context = self.precision_plugin.val_step_context()
-            return self._step(context, self.lightning_module.validation_step, args, kwargs)
+        with self._even_steps.step(), self.precision_plugin.val_step_context():
+            return self._step(self.lightning_module.validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._even_steps.step():
-            context = self.precision_plugin.test_step_context()
-            return self._step(context, self.lightning_module.test_step, args, kwargs)
+        with self._even_steps.step(), self.precision_plugin.test_step_context():
+            return self._step(self.lightning_module.test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._even_steps.step():
-            context = self.precision_plugin.predict_step_context()
-            return self._step(context, self.lightning_module.predict_step, args, kwargs)
+        with self._even_steps.step(), self.precision_plugin.predict_step_context():
+            return self._step(self.lightning_module.predict_step, args, kwargs)
 
     # -- batches: ranks may have different numbers of them, see `evenly` ----------------------------------------------
 
@@ -406,8 +403,7 @@ class Zero3StrategyMixin(_Base):
     def on_validation_start(self) -> None:
         self._even_steps = EvenSteps(self.engine, self.lightning_module.trainer._evaluation_loop)
 
-    def on_test_start(self) -> None:
-        self._even_steps = EvenSteps(self.engine, self.lightning_module.trainer._evaluation_loop)
+    on_test_start = on_validation_start
 
     def on_predict_start(self) -> None:
         self._even_steps = EvenSteps(self.engine, self.lightning_module.trainer.predict_loop)
@@ -445,11 +441,10 @@ class Zero3StrategyMixin(_Base):
         return full_state_dict(self.lightning_module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self._sharded_optimizers is not None
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         if self.state_dict_type == "sharded":
-            return self._sharded_optimizers.sharded_state_dict(optimizer)
-        return self._sharded_optimizers.state_dict(optimizer)
+            return self.sharded_optimizers.sharded_state_dict(optimizer)
+        return self.sharded_optimizers.state_dict(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.state_dict_type == "full":
@@ -513,14 +508,13 @@ class Zero3StrategyMixin(_Base):
             self._to_load = state, strict  # each rank will read its part
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._sharded_optimizers is not None
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise Zero3Error(
                 f"the checkpoint has {len(states)} optimizers, configure_optimizers returned {len(self.optimizers)}"
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            self._sharded_optimizers.load_state_dict(optimizer, state)
+            self.sharded_optimizers.load_state_dict(optimizer, state)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -544,7 +538,7 @@ class Zero3StrategyMixin(_Base):
             background, self._background = self._background, None
             background.close()
         if self._sharded_optimizers is not None:
-            self._sharded_optimizers.release()
+            self._sharded_optimizers.stand_ins.remove()
         if self._start_method != "popen" and self._engine is not None and not self._failed:
             unshard_module(self.lightning_module)
             self._engine = None
@@ -560,6 +554,13 @@ class Zero3StrategyMixin(_Base):
         if self._engine is None:
             raise Zero3Error("the model is not sharded yet; the engine exists from the strategy's setup on")
         return self._engine
+
+    @property
+    def sharded_optimizers(self) -> ShardedOptimizers:
+        """The optimizers of the fit that is set up."""
+        if self._sharded_optimizers is None:
+            raise Zero3Error("there are no sharded optimizers yet; they exist from the set-up of a fit on")
+        return self._sharded_optimizers
 
     # -- for people ---------------------------------------------------------------------------------------------------
 
@@ -597,16 +598,13 @@ class Zero3StrategyMixin(_Base):
         Returns:
             "grad_2.0_norm/name" for each trainable parameter (0 if unused), and "grad_2.0_norm_total".
         """
-        assert self._sharded_optimizers is not None
         p = float(norm_type)
-        norms = self._sharded_optimizers.grad_norms(p)
+        norms = self.sharded_optimizers.grad_norms(p)
         if optimizer is not None:
-            given = self._sharded_optimizers.params(getattr(optimizer, "optimizer", optimizer))
-            chosen = [p for group in given for p in group]
-            ids = {id(param) for param in chosen}
-            chunks = [c for layer in self.engine.layers for c in layer.trainable]
-            names = [n for c in chunks for n, param in zip(c.names, c.params, strict=True) if id(param) in ids]
-            norms = {name: norms[name] for name in names}
+            groups = self.sharded_optimizers.params(getattr(optimizer, "optimizer", optimizer))
+            ids = {id(param) for group in groups for param in group}
+            pairs = ((n, q) for c in self.engine.trainable for n, q in zip(c.names, c.params, strict=True))
+            norms = {name: norms[name] for name, param in pairs if id(param) in ids}
         named = {f"grad_{p}_norm/{name}": norm for name, norm in norms.items()}
         return {**named, f"grad_{p}_norm_total": torch.stack(list(norms.values())).norm(p)}
 
@@ -615,8 +613,7 @@ class Zero3StrategyMixin(_Base):
 
         For those who want to look inside, between a backward and the step. A rank may have none.
         """
-        assert self._sharded_optimizers is not None
-        return self._sharded_optimizers.segments(getattr(optimizer, "optimizer", optimizer))  # of a LightningOptimizer
+        return self.sharded_optimizers.segments(getattr(optimizer, "optimizer", optimizer))  # of a LightningOptimizer
 
     def report(self) -> Report:
         """Bytes per rank of model states and slots, beside what DDP would take. After set-up; exact after a step."""

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_zero3.sharded_checkpoint import read_extra
+from lightning_zero3.checkpoints.sharded_checkpoint import read_extra
 from neox_lit import checkpoints
 from neox_lit import evaluate as evaluation
 from neox_lit.config import PRESETS, NeoXConfig

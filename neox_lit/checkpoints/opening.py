@@ -4,7 +4,7 @@
 |----------------------------------------------------|---------------------------------------------------------------|
 | layer_XX-model_YY-model_states.pt                  | GPT-NeoX, a file for each layer and tensor-parallel rank      |
 | mp_rank_YY_model_states.pt                         | GPT-NeoX without pipeline: `["module"]["sequential.{i}.{key}"]` |
-| model.safetensors, pytorch_model.bin, or their `.index.json` | Hugging Face                                        |
+| model.safetensors, pytorch_model.bin, or their `.index.json` | Hugging Face; `zero3 consolidate` of the next two    |
 | .metadata                                          | a sharded checkpoint of this package's training               |
 | a file .ckpt                                       | a checkpoint of this package's training                       |
 """
@@ -218,6 +218,7 @@ _FROM_HF = (
     (r"(?:gpt_neox\.)?layers\.(\d+\..+)", r"blocks.\1"),
     (r"(?:gpt_neox\.)?final_layer_norm\.(.+)", r"final_norm.norm.\1"),
     (r"embed_out\.weight|lm_head\.weight", READOUT),
+    (r"model\.((?:embedding|blocks|final_norm|readout)\..+)", r"\1"),  # of training, through `zero3 consolidate`
 )
 
 
@@ -306,7 +307,8 @@ def _open_lightning(path: Path, config: NeoXConfig | None) -> Checkpoint:
 def _open_sharded(path: Path, config: NeoXConfig | None) -> Checkpoint:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from lightning_zero3 import Zero3Error, sharded_checkpoint
+    from lightning_zero3 import Zero3Error
+    from lightning_zero3.checkpoints import sharded_checkpoint
 
     try:
         sharded_checkpoint.verify(path, None)
@@ -335,8 +337,8 @@ class InShards(NamedTuple):
         return f"{self.path}: {self.key!r}"
 
     def read(self, start: int, stop: int) -> Tensor:
-        from lightning_zero3.boxes import FlatRange
-        from lightning_zero3.sharded_checkpoint import read
+        from lightning_zero3.checkpoints.boxes import FlatRange
+        from lightning_zero3.checkpoints.sharded_checkpoint import read
 
         flat = torch.empty(stop - start, dtype=self.dtype)
         if stop > start:

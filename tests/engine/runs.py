@@ -44,7 +44,7 @@ def train_zero3(
 
     @contextmanager
     def backward(last: bool) -> Iterator[None]:
-        sharded.before_backward()
+        sharded.stand_ins.remove()
         yield
         sharded.after_backward()
 

@@ -39,6 +39,13 @@ def test_the_readmes_script_trains_under_torchrun(tmp_path):
     assert losses[-1] < 0.5 * losses[0]
 
 
+def test_the_engine_needs_no_lightning():
+    names = "Zero3Layer, Zero3Sequential, full_state_dict, gather_parameters, load_weights, shard_module"
+    code = f"import sys; from lightning_zero3 import {names}; import lightning_zero3.optim, lightning_zero3.clip; "
+    code += "sys.exit(bool({'lightning', 'pytorch_lightning', 'lightning_fabric'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
 @distributed(world=2)
 def test_ranks_that_do_not_match_are_named():
     with pytest.raises(Zero3Error, match=r"Linear: world_size=4, but the process group says 2"):

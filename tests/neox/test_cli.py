@@ -13,7 +13,8 @@ import pytest
 import torch
 import yaml
 
-from neox_lit import NeoXError
+from neox_lit import NeoXError, open_checkpoint
+from neox_lit.checkpoints.lazy import whole
 from neox_lit.cli import main
 from neox_lit.commands import load_module
 
@@ -144,8 +145,8 @@ def test_prompts_of_a_file_are_continued_as_each_alone(neox_lit, trained, tmp_pa
 
 
 def test_generate_from_a_sharded_checkpoint(tmp_path, trained):
-    from lightning_zero3 import sharded_checkpoint
-    from lightning_zero3.durable import saved
+    from lightning_zero3.checkpoints import sharded_checkpoint
+    from lightning_zero3.checkpoints.durable import saved
 
     content = torch.load(trained.checkpoint, weights_only=True)
     entries = {f"state_dict.{name}": value for name, value in content.pop("state_dict").items()}
@@ -154,6 +155,16 @@ def test_generate_from_a_sharded_checkpoint(tmp_path, trained):
     sharded_checkpoint.write(tmp_path / "sharded.ckpt", entries, extra, None)
     ours, file = (load_module(str(path)) for path in (tmp_path / "sharded.ckpt", trained.checkpoint))
     assert ours.complete("The", 8) == file.complete("The", 8)
+
+
+def test_what_zero3_consolidate_made_of_a_checkpoint_opens(tmp_path, trained):
+    from lightning_zero3.checkpoints.consolidate import consolidate
+
+    consolidate(trained.checkpoint, tmp_path / "model.safetensors")
+    direct, detour = open_checkpoint(trained.checkpoint), open_checkpoint(tmp_path)
+    assert detour.tensors.keys() == direct.tensors.keys()
+    for name, tensor in direct.tensors.items():
+        assert torch.equal(whole(detour.tensors[name]), whole(tensor))
 
 
 def test_bad_checkpoints_are_named(tmp_path, trained):

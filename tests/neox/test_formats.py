@@ -452,8 +452,8 @@ def test_n11_tied_weights(tmp_path):
 
 
 def test_checkpoints_of_training_and_the_command(tmp_path, trained, capsys):
-    from lightning_zero3 import sharded_checkpoint
-    from lightning_zero3.durable import saved
+    from lightning_zero3.checkpoints import sharded_checkpoint
+    from lightning_zero3.checkpoints.durable import saved
 
     model = trained.module.model
     assert same_bits(model, NeoXModel.from_checkpoint(trained.checkpoint))

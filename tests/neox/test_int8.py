@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_zero3 import empty_parameters, load_weights, shard_module, until_sharded
-from lightning_zero3.plan import plan
 from lightning_zero3.shard import full_state_dict
+from lightning_zero3.tools.plan import plan
 from neox_lit import Int8Linear, NeoXError, NeoXLightning, NeoXModel, add_lora, to_int8
 from neox_lit.finetune import set_trainable
 from neox_lit.int8 import LINEARS

@@ -163,7 +163,7 @@ def test_unfreezing_and_freezing_between_micro_batches_lose_no_gradient(world, h
                 net.blocks[0].linear.weight.requires_grad_(True)
                 net.blocks[1].requires_grad_(False)
         with engine.no_sync() if micro == 0 or (micro == 1 and held) else nullcontext():
-            sharded.before_backward()
+            sharded.stand_ins.remove()
             default_loss(model, batch(dist.get_rank(), micro)).backward()
             sharded.after_backward()
         for rank in range(world):

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_avg_fn
 
 import lightning_zero3
 from lightning_zero3 import Zero3Error
-from lightning_zero3.averaging import lightnings
+from lightning_zero3.callbacks.averaging import lightnings
 from lightning_zero3.layer import Zero3Layer
 from lightning_zero3.layout import ALIGN
 from tests.harness import assert_same, distributed, run

@@ -13,12 +13,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightning_zero3 import Zero3Error, safetensors, sharded_checkpoint
-from lightning_zero3.boxes import FlatRange
-from lightning_zero3.cli import main
-from lightning_zero3.consolidate import consolidate, parse_size
-from lightning_zero3.durable import saved
-from lightning_zero3.inspection import inspect_checkpoint
+from lightning_zero3 import Zero3Error
+from lightning_zero3.checkpoints import safetensors, sharded_checkpoint
+from lightning_zero3.checkpoints.boxes import FlatRange
+from lightning_zero3.checkpoints.consolidate import consolidate, parse_size
+from lightning_zero3.checkpoints.durable import saved
+from lightning_zero3.checkpoints.inspection import inspect_checkpoint
+from lightning_zero3.tools.cli import main
 from tests.harness import assert_same, run
 from tests.harness.memory import needs_linux
 from tests.strategy.runs import trainer, weights_of, zero3
@@ -226,7 +227,7 @@ def test_damaged_safetensors_are_named(tmp_path):
 
 BOUND = """
 import sys
-from lightning_zero3.consolidate import consolidate
+from lightning_zero3.checkpoints.consolidate import consolidate
 from tests.harness.memory import PeakMemory
 
 source, *outs = sys.argv[1:]
@@ -261,7 +262,7 @@ def test_memory_is_bounded_by_the_largest_tensor_not_by_the_model(tmp_path):
 
 
 def test_help_does_not_wait_for_torch():
-    code = "import sys; from lightning_zero3.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    code = "import sys; from lightning_zero3.tools.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     code += "sys.exit(bool({'torch', 'lightning'} & set(sys.modules)))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
-from lightning_zero3 import Zero3Error, newest_checkpoint, sharded_checkpoint
-from lightning_zero3.durable import beside, remove
+from lightning_zero3 import Zero3Error, newest_checkpoint
+from lightning_zero3.checkpoints import sharded_checkpoint
+from lightning_zero3.checkpoints.durable import beside, remove
 from tests.harness import assert_same, distributed
 from tests.harness.models import Task
 from tests.strategy.runs import make_mlp, trainer, weights_of, zero3

@@ -6,7 +6,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_zero3 import Zero3Error
-from lightning_zero3.plan import LiveBytes, Rehearsal, largest_micro_batch, plan
+from lightning_zero3.tools.plan import LiveBytes, Rehearsal, largest_micro_batch, plan
 from tests.harness import distributed
 from tests.harness.models import Task
 from tests.strategy.runs import trainer, zero3

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_zero3.cli import main
-from lightning_zero3.plan_command import plan_config
+from lightning_zero3.tools.cli import main
+from lightning_zero3.tools.plan_command import plan_config
 from neox_lit.config import NeoXConfig
 
 TINY = {

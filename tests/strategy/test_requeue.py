@@ -10,8 +10,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from lightning_zero3.durable import beside
-from lightning_zero3.sharded_checkpoint import load_whole
+from lightning_zero3.checkpoints.durable import beside
+from lightning_zero3.checkpoints.sharded_checkpoint import load_whole
 from tests.harness import assert_same, distributed
 from tests.harness.models import Task
 from tests.strategy.runs import make_mlp, trainer, weights_of, zero3

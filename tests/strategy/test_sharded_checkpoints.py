@@ -18,9 +18,10 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_zero3 import Zero3Error, sharded_checkpoint
-from lightning_zero3.boxes import FlatRange, boxes
-from lightning_zero3.durable import saved
+from lightning_zero3 import Zero3Error
+from lightning_zero3.checkpoints import sharded_checkpoint
+from lightning_zero3.checkpoints.boxes import FlatRange, boxes
+from lightning_zero3.checkpoints.durable import saved
 from tests.harness import assert_same, distributed, run
 from tests.harness.models import Task
 from tests.strategy.runs import make_mlp, make_plain_mlp, trainer, weights_of, zero3
@@ -361,7 +362,7 @@ def _extra():
 
 
 def test_inspect_prints_what_a_file_of_the_same_run_would_have(tmp_path):
-    from lightning_zero3.inspection import inspect_checkpoint
+    from lightning_zero3.checkpoints.inspection import inspect_checkpoint
 
     told = []
     for kind in ("sharded", "full"):

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_zero3 import Zero3Strategy, newest_checkpoint
-from lightning_zero3.sharded_checkpoint import load_whole
+from lightning_zero3.checkpoints.sharded_checkpoint import load_whole
 from tests.harness.models import MLP, Block, Pairs, Task
 
 

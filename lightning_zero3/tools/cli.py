@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant here
     try:
         if args.command == "inspect":
-            from lightning_zero3.inspection import inspect_checkpoint
+            from lightning_zero3.checkpoints.inspection import inspect_checkpoint
 
             print(inspect_checkpoint(args.path, args.optimizer))
         elif args.command == "consolidate":
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _size(text: str) -> int:
-    from lightning_zero3.consolidate import parse_size
+    from lightning_zero3.checkpoints.consolidate import parse_size
 
     try:
         return parse_size(text)
@@ -104,7 +104,7 @@ def _consolidate(args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    from lightning_zero3.consolidate import consolidate
+    from lightning_zero3.checkpoints.consolidate import consolidate
 
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
@@ -125,7 +125,7 @@ def _consolidate(args: argparse.Namespace) -> None:
 def _plan(args: argparse.Namespace) -> None:
     import yaml  # type: ignore[import-untyped]
 
-    from lightning_zero3 import plan_command as command
+    from lightning_zero3.tools import plan_command as command
 
     changes = {}
     for text in args.set:

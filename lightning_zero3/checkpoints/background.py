@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_zero3 import durable, sharded_checkpoint
-from lightning_zero3.boxes import copied
+from lightning_zero3.checkpoints import durable, sharded_checkpoint
+from lightning_zero3.checkpoints.boxes import copied
 from lightning_zero3.comm import Communicator
 
 __all__ = ["BackgroundWriter"]

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_zero3 import safetensors, sharded_checkpoint
-from lightning_zero3.durable import beside, is_local, place_of, remove, replace
+from lightning_zero3.checkpoints import safetensors, sharded_checkpoint
+from lightning_zero3.checkpoints.durable import beside, is_local, place_of, remove, replace
+from lightning_zero3.checkpoints.sharded_checkpoint import Stored, StoredState
 from lightning_zero3.errors import Zero3Error
-from lightning_zero3.sharded_checkpoint import Stored, StoredState
 
 __all__ = ["consolidate", "parse_size"]
 

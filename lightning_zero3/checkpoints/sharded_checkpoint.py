@@ -36,8 +36,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
+from lightning_zero3.checkpoints.durable import beside, is_local, place_of, replace, write_file
 from lightning_zero3.comm import Communicator
-from lightning_zero3.durable import beside, is_local, place_of, replace, write_file
 from lightning_zero3.errors import Zero3Error
 
 __all__ = [

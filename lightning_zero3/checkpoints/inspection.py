@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from lightning_zero3 import safetensors
+from lightning_zero3.checkpoints import safetensors
 from lightning_zero3.errors import Zero3Error
 
 __all__ = ["inspect_checkpoint"]
@@ -75,7 +75,7 @@ def _rows_of(entries: dict[str, safetensors.Entry]) -> list[_Row]:
 def _sharded(path: str, optimizer: bool) -> list[str]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from lightning_zero3 import sharded_checkpoint
+    from lightning_zero3.checkpoints import sharded_checkpoint
 
     tensors: dict[str, list[_Row]] = {}
     for key, found in sharded_checkpoint.contents(path).state_dict_metadata.items():

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero3.errors import Zero3Error
-from lightning_zero3.plan import Plan, Rehearsal, largest_micro_batch
 from lightning_zero3.report import human
+from lightning_zero3.tools.plan import Plan, Rehearsal, largest_micro_batch
 from lightning_zero3.weights import empty_parameters, rehearsal
 from lightning_zero3.wrap import choose
 

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_zero3.boxes import copied
+from lightning_zero3.checkpoints.boxes import copied
 from lightning_zero3.chunk import Chunk
 from lightning_zero3.comm import Communicator
 from lightning_zero3.engine import Engine

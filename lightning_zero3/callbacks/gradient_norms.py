@@ -1,4 +1,4 @@
-"""Callbacks for any LightningModule, and callbacks and loggers that cannot work on shards."""
+"""Norms of gradients, logged, whatever the strategy."""
 
 from __future__ import annotations
 
@@ -8,67 +8,11 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_zero3.errors import Zero3Error
 
-__all__ = ["GradientNorms", "MemoryReport", "refuse_callbacks", "refuse_loggers"]
-
-_REFUSED = {
-    "ModelPruning": "it rewrites parameters, of which each rank has only a part",
-    "StochasticWeightAveraging": "it averages full parameters, of which each rank has only a part",
-    "WeightAveraging": "it averages full parameters, of which each rank has only a part",
-}
-_INSTEAD = {
-    "StochasticWeightAveraging": "Use lightning_zero3.WeightAveraging(avg_fn=get_swa_avg_fn()), with should_update() "
-    "true for the epochs to average, and the scheduler SWALR (both of torch.optim.swa_utils).",
-    "WeightAveraging": "Use the class of the same name in lightning_zero3.",
-}
-
-
-def refuse_callbacks(callbacks: Iterable[Any]) -> None:
-    """Raise for callbacks of Lightning, or derived from them, that would do nothing or harm without saying so.
-
-    Raises:
-        Zero3Error: with the reason.
-    """
-    for callback in callbacks:
-        for base in type(callback).__mro__:
-            if base.__module__.startswith("lightning_zero3."):
-                break  # ours, which makes what it is derived from work
-            if base.__name__ in _REFUSED:
-                raise Zero3Error(
-                    f"callback {type(callback).__name__} does not work with Zero3Strategy: {_REFUSED[base.__name__]}. "
-                    f"{_INSTEAD.get(base.__name__, 'Leave it out.')}"
-                )
-
-
-def refuse_loggers(loggers: Iterable[Any]) -> None:
-    """Raise for a logger that would run the model on the first rank alone.
-
-    Raises:
-        Zero3Error: with the reason.
-    """
-    for logger in loggers:
-        if getattr(logger, "_log_graph", False):
-            raise Zero3Error(
-                f"{type(logger).__name__}(log_graph=True) runs the model on the first rank alone, which has a part of "
-                "it only. Leave log_graph out, or log the graph before the fit."
-            )
-
-
-class MemoryReport(Callback):
-    """Print `Zero3Strategy.report()` when training ends. Nothing under other strategies."""
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        report = getattr(trainer.strategy, "report", None)
-        if report is not None:
-            self._print(str(report()))
-
-    @rank_zero_only
-    def _print(self, text: str) -> None:
-        print(f"\n{text}\n")
+__all__ = ["GradientNorms"]
 
 
 class GradientNorms(Callback):

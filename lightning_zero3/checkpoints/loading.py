@@ -12,8 +12,8 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 
-from lightning_zero3 import sharded_checkpoint
-from lightning_zero3.durable import place_of
+from lightning_zero3.checkpoints import sharded_checkpoint
+from lightning_zero3.checkpoints.durable import place_of
 
 __all__ = ["let_lightning_load_directories", "newest_checkpoint"]
 

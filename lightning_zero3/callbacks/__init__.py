@@ -1,0 +1,1 @@
+"""Callbacks for any LightningModule, and those of Lightning that cannot work on shards."""
