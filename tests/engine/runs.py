@@ -46,7 +46,7 @@ def train_zero3(
     def backward(last: bool) -> Iterator[None]:
         sharded.stand_ins.remove()
         yield
-        sharded.after_backward()
+        sharded.stand_ins.place()
 
     losses = train_loop(
         model,

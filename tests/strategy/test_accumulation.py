@@ -165,7 +165,7 @@ def test_unfreezing_and_freezing_between_micro_batches_lose_no_gradient(world, h
         with engine.no_sync() if micro == 0 or (micro == 1 and held) else nullcontext():
             sharded.stand_ins.remove()
             default_loss(model, batch(dist.get_rank(), micro)).backward()
-            sharded.after_backward()
+            sharded.stand_ins.place()
         for rank in range(world):
             (default_loss(plain, batch(rank, micro)) / world).backward()
     for o in (optimizer, oracle):
