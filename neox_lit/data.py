@@ -320,7 +320,8 @@ class TextDataModule(LightningDataModule):
                 persistent_workers=self.num_workers > 0,
                 pin_memory=torch.cuda.is_available(),
             )
-        self._loader = ResumableLoader(loader, order, begin)
+        resumed = bool(resume) and self.trainer is not None
+        self._loader = ResumableLoader(loader, order, begin, self._in_mid_epoch if resumed else lambda: False)
         if (
             begin is not None
             and self.trainer is not None
@@ -381,6 +382,12 @@ class TextDataModule(LightningDataModule):
             # Whoever asked for the number of steps before the checkpoint was read (a scheduler) made the Trainer take a
             # loader, from the start. It takes another one when it has none.
             self.trainer.fit_loop._combined_loader = None
+
+    def _in_mid_epoch(self) -> bool:
+        """Whether the Trainer goes on in an epoch that it had begun. It may ask for a loader before it knows."""
+        assert self.trainer is not None
+        batches = self.trainer.fit_loop.epoch_loop.batch_progress
+        return batches.current.ready > 0 and not batches.is_last_batch
 
     def _windows_id(self) -> list[Any]:
         """What must be the same for a position to mean the same."""

@@ -8,7 +8,7 @@ share up to one sample, and a blank one in place of that, so all ranks have equa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,12 +95,22 @@ class ResumableLoader:
     Args:
         loader: Its batches are those of one epoch from `order.begin` on.
         begin: Where the first epoch begins.
+        in_mid_epoch: Whether it does begin there, whatever epoch it is said to be. (Lightning counts an epoch as done
+            in which `max_steps` stopped a run, but goes on in it if the run that is resumed has `max_steps`, too.)
     """
 
-    def __init__(self, loader: DataLoader[Any], order: Any, begin: Position | None = None) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        order: Any,
+        begin: Position | None = None,
+        in_mid_epoch: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._loader = loader
         self._order = order
         self._epoch = begin.epoch if begin else 0
+        self._in_mid_epoch = in_mid_epoch
+        self._first = True
         self._begun = False  # the epoch that `_order.begin` says
         order.begin = begin or Position()
         self.position: Position = order.begin
@@ -118,6 +128,7 @@ class ResumableLoader:
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch. One that was resumed goes on if it is the same, and is given up if not."""
         self._epoch = epoch
+        self._first = self._first and not self._begun
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the position is in the data module's state. Without this method Lightning warns in mid-epoch."""
@@ -140,4 +151,5 @@ class ResumableLoader:
 
     def _next_begin(self, same: bool) -> Position:
         begin: Position = self._order.begin
-        return begin if same and begin.epoch == self._epoch else Position(self._epoch)
+        goes_on = begin.epoch == self._epoch or (self._first and self._in_mid_epoch())
+        return begin if same and goes_on else Position(self._epoch)

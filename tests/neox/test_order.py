@@ -52,7 +52,7 @@ class Record(Callback):
         self.steps.append((trainer.current_epoch, rows, outputs["loss"].item()))
 
 
-def fit(data: dict, directory: str, ckpt_path: str | None = None) -> list:
+def fit(data: dict, directory: str, ckpt_path: str | None = None, max_steps: int = -1) -> list:
     seed_everything(11, verbose=False)
     record, save = Record(), {"dirpath": directory, "save_top_k": -1, "enable_version_counter": False}
     world = torch.distributed.get_world_size()
@@ -65,6 +65,7 @@ def fit(data: dict, directory: str, ckpt_path: str | None = None) -> list:
         devices=world,
         strategy=Zero3Strategy(),
         max_epochs=2,
+        max_steps=max_steps,
         limit_val_batches=0,
         callbacks=[record, *(saves if ckpt_path is None else ())],
         enable_checkpointing=ckpt_path is None,
@@ -117,6 +118,19 @@ def test_a_run_goes_on_where_it_stopped_at_any_world_size(tmp_path, source):
         first, second = together(run(fit, world, data, str(tmp_path), str(tmp_path / f"{checkpoint}.ckpt")))
         assert first == epochs[0][taken:], (world, checkpoint)
         assert second == epochs[1], (world, checkpoint)
+
+
+def test_a_run_that_max_steps_stopped_in_mid_epoch_goes_on_in_it(tmp_path, source):
+    """Its last checkpoint is one of an epoch's end, as Lightning sees it."""
+    data = {"source": source[0], "tokenizer": source[1], "seq_len": 16, "batch_size": 2, "val_fraction": 0.0}
+    epochs = together(run(fit, 1, data, str(tmp_path / "whole")))
+    begun = together(run(fit, 1, data, str(tmp_path / "stopped"), None, 4))
+    checkpoint = str(tmp_path / "stopped" / "end-epoch=0.ckpt")
+    rest = together(run(fit, 1, data, str(tmp_path), checkpoint, 14))
+    assert len(begun[0]) == 8
+    assert begun[0] + rest[0] + rest[1] == epochs[0]
+    # Without max_steps Lightning begins the next epoch.
+    assert together(run(fit, 1, data, str(tmp_path), checkpoint)) == [[], epochs[1]]
 
 
 def test_other_data_begins_the_epoch_anew(tmp_path, source):
