@@ -18,9 +18,10 @@ from neox_lit import evaluate as evaluation
 from neox_lit.config import PRESETS, NeoXConfig
 from neox_lit.corpus import Corpus
 from neox_lit.errors import NeoXError
-from neox_lit.generate import Sampling
+from neox_lit.generate import Sampling, check_prompts
 from neox_lit.module import NeoXLightning
 from neox_lit.ranks import on_ranks
+from neox_lit.sharing import dealt, merged
 from neox_lit.tokenizer import TextTokenizer
 
 T = TypeVar("T")
@@ -75,11 +76,16 @@ def generate(
     def work(module: NeoXLightning) -> None:
         first_rank = _first_rank()
         if prompts is not None:
-            for first in range(0, len(prompts), batch_size):
-                some = prompts[first : first + batch_size]
-                texts = module.complete_all(some, max_new_tokens, replace(sampling, seed=seed + first), stop=stop or ())
-                for before, text in zip(some, texts, strict=True) if first_rank else ():
-                    print(json.dumps({"prompt": before, "text": text}, ensure_ascii=False), flush=True)
+            # All of them on all ranks: if one raised alone, the others would wait for it.
+            check_prompts(module.encode(prompts), 1 if max_new_tokens is None else max_new_tokens, module.config)
+            batches = [range(first, len(prompts))[:batch_size] for first in range(0, len(prompts), batch_size)]
+            for mine in dealt(batches):
+                draw = replace(sampling, seed=seed + mine[0]) if mine else sampling
+                some = [prompts[i] for i in mine]
+                texts = module.complete_all(some, max_new_tokens, draw, stop=stop or (), shared=True)
+                found = merged(dict(zip(mine, texts, strict=True)))
+                for i in sorted(found) if first_rank else ():
+                    print(json.dumps({"prompt": prompts[i], "text": found[i]}, ensure_ascii=False), flush=True)
             return
         start = [prompt]  # printed with the first piece: an error in the settings comes before any text
 

@@ -1,8 +1,8 @@
 """Text from a model: one token at a time, with a key/value cache.
 
-A model that is sharded over ranks gathers its layers in every forward, so all ranks must generate together: same
-prompts, same settings, same seed. They then take the same steps and get the same tokens, because a seed fixes the
-draw (made on the CPU, whatever the model runs on).
+A model that is sharded over ranks gathers its layers in every forward, so all ranks must make equally many. With the
+same prompts, settings and seed they do, because a seed fixes the draw (made on the CPU, whatever the model runs on).
+Ranks with prompts of their own go on, with blank forwards, until the last is done; see `any_rank`.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ def generate(
     stop_id: int | None = None,
     on_token: Callable[[int, int], bool | None] | None = None,
     device: torch.device | str | None = None,
+    any_rank: Callable[[bool], bool] = bool,
 ) -> list[list[int]]:
     """Continue each prompt. Prompts of different lengths in one batch give what each would give alone.
 
@@ -113,8 +114,9 @@ def generate(
         n_tokens: Size of the tokenizer. Ids from here to `n_vocab` are padding of the embedding and are never chosen.
         stop_id: A sequence ends before this token (usually the end of text).
         on_token: Called with row and token as each one is chosen; if it returns true, the row ends with that token.
-            While the model is sharded, it must answer the same on all ranks.
         device: Where the model takes its input.
+        any_rank: Tells whether any rank goes on, from whether this one does. For ranks that share a sharded model and
+            have other prompts each, or none.
 
     Returns:
         The new tokens of each prompt, without `stop_id`.
@@ -123,10 +125,8 @@ def generate(
         NeoXError: An empty prompt, an id outside the vocabulary, or more tokens than the model's `max_seq_len`.
     """
     config = model.config
-    _check(prompts, max_new_tokens, config)
+    check_prompts(prompts, max_new_tokens, config)
     longest = max(map(len, prompts), default=0)
-    if not prompts or max_new_tokens == 0:
-        return [[] for _ in prompts]
 
     # Left-padded, so that every row's next token is in the last column. The padding is a document of its own:
     # its tokens see each other (no empty softmax), and no token of a prompt sees them.
@@ -140,10 +140,14 @@ def generate(
     cache = KVCache(config.n_layers, longest + max_new_tokens)
     new: list[list[int]] = [[] for _ in prompts]
     running = [True] * len(prompts)
+    goes_on = bool(prompts) and max_new_tokens > 0
     was_training = model.training
     model.train(False)
     try:
-        while True:
+        while any_rank(goes_on):
+            if not goes_on:
+                model(torch.zeros(1, 1, dtype=torch.int64).to(device))  # joins in
+                continue
             n_total = cache.length + ids.shape[1]
             mask = document_mask(documents[:, :n_total], ids.shape[1]) if ragged else None
             logits = model(ids.to(device), cache, mask)[:, -1].float().cpu()
@@ -159,11 +163,11 @@ def generate(
                 if running[row]:
                     new[row].append(token)
                     running[row] = not (on_token is not None and on_token(row, token))
-            if n_total + 1 == longest + max_new_tokens or not any(running):
-                return new
+            goes_on = n_total + 1 < longest + max_new_tokens and any(running)
             ids = chosen[:, None]
     finally:
         model.train(was_training)
+    return new
 
 
 class Continuation:
@@ -213,7 +217,8 @@ class Continuation:
             self._written = end
 
 
-def _check(prompts: Sequence[Sequence[int]], max_new_tokens: int, config: NeoXConfig) -> None:
+def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, config: NeoXConfig) -> None:
+    """Raise for what `generate` could not continue."""
     if max_new_tokens < 0:
         raise NeoXError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
     for i, prompt in enumerate(prompts):

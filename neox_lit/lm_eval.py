@@ -1,6 +1,6 @@
 """An adapter for EleutherAI's lm-evaluation-harness (`lm_eval`): its tasks on our models, sharded over ranks or not.
 
-The harness runs on every rank with all requests; ranks share the forwards out among themselves (see `scoring`).
+The harness runs on every rank with all requests; ranks share the forwards out among themselves (see `sharing`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from neox_lit.errors import NeoXError
 from neox_lit.generate import Sampling
 from neox_lit.module import NeoXLightning
 from neox_lit.scoring import Row, score
+from neox_lit.sharing import dealt, merged
 
 _MAX_GEN_TOKENS = 256  # of a task that does not say
 
@@ -81,7 +82,6 @@ class NeoXLM(TemplateLM):
         return sums
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """All ranks generate all texts together."""
         texts: dict[int, str] = {}
         groups: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
@@ -101,12 +101,13 @@ class NeoXLM(TemplateLM):
                 top_k=int(options.get("top_k", 0)) if sampled else 0,
                 top_p=float(options.get("top_p", 1.0)) if sampled else 1.0,
             )
-            for start in range(0, len(group), self.batch_size):
-                some = group[start : start + self.batch_size]
+            for some in dealt([group[i : i + self.batch_size] for i in range(0, len(group), self.batch_size)]):
                 prompts = [requests[i].args[0] for i in some]
                 ids = [self.tok_encode(text)[n_new - self.max_length :] or [self.eot_token_id] for text in prompts]
-                found = self.module.complete_ids(ids, n_new, sampling, stop=[text for text in stop if text])
+                stops = [text for text in stop if text]
+                found = self.module.complete_ids(ids, n_new, sampling, stop=stops, shared=True)
                 texts.update(zip(some, found, strict=True))
+        texts = merged(texts)
         for i, request in enumerate(requests):
             self.cache_hook.add_partial("generate_until", request.args, texts[i])
         return [texts[i] for i in range(len(requests))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -31,6 +32,7 @@ from neox_lit.masks import document_mask
 from neox_lit.metrics import Perplexity
 from neox_lit.model import NeoXModel
 from neox_lit.optim import Schedule, decay_groups, lr_factor
+from neox_lit.sharing import any_rank
 from neox_lit.tokenizer import TextTokenizer
 
 _TOKENIZER_KEY = "neox_lit_tokenizer"
@@ -248,11 +250,12 @@ class NeoXLightning(LightningModule):
         max_new_tokens: int = 64,
         sampling: Sampling = GREEDY,
         on_token: Callable[[int, int], bool | None] | None = None,
+        shared: bool = False,
     ) -> list[list[int]]:
         """New tokens for each prompt of token ids; see `neox_lit.generate.generate`.
 
         Ends at `<|endoftext|>` and never gives an id past the tokenizer's, if the tokenizer is known. While the model
-        is sharded, all ranks must call this together with the same arguments.
+        is sharded, all ranks must call this together: with the same arguments, or each with its own and `shared`.
         """
         # As a step of the Trainer computes, in mixed precision too; but eagerly: every length would be compiled anew.
         precise = self._trainer.precision_plugin.forward_context() if self._trainer is not None else nullcontext()
@@ -266,6 +269,7 @@ class NeoXLightning(LightningModule):
                 stop_id=self.tokenizer.end_of_text if self.tokenizer else None,
                 on_token=on_token,
                 device=self.device,
+                any_rank=partial(any_rank, device=self.device) if shared else bool,
             )
 
     def complete(
@@ -298,19 +302,29 @@ class NeoXLightning(LightningModule):
         *,
         stop: Sequence[str] = (),
         write: Callable[[str], object] | None = None,
+        shared: bool = False,
     ) -> list[str]:
         """`complete` for several prompts in one batch. Prompt i draws with the seed + i, as it would alone.
 
         Args:
             max_new_tokens: Most tokens to add to each. None: what fits into `max_seq_len` after the longest prompt.
             write: Gets the first one's text only.
+            shared: Each rank has its own prompts, or none.
+        """
+        ids = self.encode(prompts)
+        if max_new_tokens is None:
+            max_new_tokens = max(1, self.config.max_seq_len - max(map(len, ids), default=0))
+        return self.complete_ids(ids, max_new_tokens, sampling, stop=stop, write=write, shared=shared)
+
+    def encode(self, prompts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each prompt; of an empty one the token that begins a document.
+
+        Raises:
+            NeoXError: No tokenizer is known.
         """
         if self.tokenizer is None:
             raise NeoXError("no tokenizer is known; set module.tokenizer = TextTokenizer.from_file(path)")
-        ids = [self.tokenizer.encode(prompt) or [self.tokenizer.end_of_text] for prompt in prompts]
-        if max_new_tokens is None:
-            max_new_tokens = max(1, self.config.max_seq_len - max(map(len, ids), default=0))
-        return self.complete_ids(ids, max_new_tokens, sampling, stop=stop, write=write)
+        return [list(self.tokenizer.encode(prompt)) or [self.tokenizer.end_of_text] for prompt in prompts]
 
     def complete_ids(
         self,
@@ -320,13 +334,14 @@ class NeoXLightning(LightningModule):
         *,
         stop: Sequence[str] = (),
         write: Callable[[str], object] | None = None,
+        shared: bool = False,
     ) -> list[str]:
         """`complete_all` for prompts of token ids."""
         if self.tokenizer is None:
             raise NeoXError("no tokenizer is known; set module.tokenizer = TextTokenizer.from_file(path)")
         decode = self.tokenizer.decode
         texts = [Continuation(decode, stop, write if row == 0 else None) for row in range(len(prompts))]
-        self.generate(prompts, max_new_tokens, sampling, on_token=lambda row, token: texts[row].add(token))
+        self.generate(prompts, max_new_tokens, sampling, lambda row, token: texts[row].add(token), shared)
         return [text.end() for text in texts]
 
     def example_batch(self, batch_size: int, seq_len: int | None = None) -> Batch:

@@ -1,22 +1,18 @@
-"""How likely a model finds tokens after others; shared out over ranks.
-
-A model that is sharded gathers its layers in every forward, so ranks must make equally many. A rank that has nothing
-left joins in with a blank row.
-"""
+"""How likely a model finds tokens after others; shared out over ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, log
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from neox_lit.errors import NeoXError
 from neox_lit.generate import LanguageModel
+from neox_lit.sharing import dealt, merged
 
 
 class Row(NamedTuple):
@@ -54,25 +50,19 @@ def score(
             raise NeoXError(f"row {i} has no context; begin with the end-of-text token")
         if len(row.targets) > limit:
             raise NeoXError(f"row {i} has {len(row.targets)} targets, more than the model's max_seq_len={limit}")
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     # By length, so that a batch has little padding; dealt out like cards, so that ranks have equally much to do.
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i].context) - len(rows[i].targets))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    mine = batches[rank::world]
     was_training = model.training
     model.train(False)
     try:
         found: dict[int, Score] = {}
-        for step in range(-(-len(batches) // world)):
-            chosen = mine[step] if step < len(mine) else []
+        for chosen in dealt(batches):
             asked = [rows[i] for i in chosen] or [Row([0], [0])]
             found.update(zip(chosen, _forward(model, asked, limit, device), strict=False))
     finally:
         model.train(was_training)
-    if world > 1:
-        parts: list[Any] = [None] * world
-        dist.all_gather_object(parts, found)
-        found = {i: one for part in parts for i, one in part.items()}
+    found = merged(found)
     return [found[i] for i in range(len(rows))]
 
 

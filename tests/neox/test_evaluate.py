@@ -71,12 +71,18 @@ def some_rows():
     return [Row(*pair) for pair in zip(draw[::2], draw[1::2], strict=True)]
 
 
+def of_rank(rank, world):
+    """Prompts of its own, to be continued for longer the higher the rank; none of the last."""
+    return [[7 + rank] * (3 - rank), [rank]][: 2 * (rank < world - 1)], 3 + 9 * rank
+
+
 def score_and_write(path):
     def work(module):
         module.tokenizer = None
         scores = score(module, some_rows(), batch_size=2, device=module.device)
         texts = module.generate([[1, 2, 3], [4]], 8)
-        return scores, texts
+        own = module.generate(*of_rank(dist.get_rank(), dist.get_world_size()), shared=True)
+        return scores, texts, own
 
     from neox_lit import TransformerLayer
 
@@ -97,10 +103,11 @@ def test_ranks_score_and_generate_together_as_one_process_does(tmp_path):
         assert one.logprob == pytest.approx(scores.gather(1, targets[:, None]).sum().item(), rel=1e-4)
         assert one.greedy == torch.equal(scores.argmax(-1), targets)
     for world in (2, 3):
-        for scores, texts in run(score_and_write, world, tmp_path / "hf"):
+        for rank, (scores, texts, own) in enumerate(run(score_and_write, world, tmp_path / "hf")):
             assert [one.logprob for one in scores] == pytest.approx([one.logprob for one in expected], rel=1e-4)
             assert [one.greedy for one in scores] == [one.greedy for one in expected]
             assert texts == module.generate([[1, 2, 3], [4]], 8)
+            assert own == module.generate(*of_rank(rank, world))
 
 
 def start(*arguments):
@@ -111,8 +118,10 @@ def start(*arguments):
     return done.stdout
 
 
-def test_two_ranks_say_what_one_says(files, capsys):
-    command = ["generate", "--checkpoint", files, "--prompt", "The value", "--max_new_tokens", 12, "--temperature", 0]
+def test_two_ranks_say_what_one_says(files, tmp_path, capsys):
+    (tmp_path / "prompts").write_text("The value\n\nOnce\nA\nwhere of\n")  # three batches, for two ranks
+    command = ["generate", "--checkpoint", files, "--prompts_file", tmp_path / "prompts", "--batch_size", 2]
+    command += ["--max_new_tokens", 12, "--seed", 4]
     ranks = start(*command, "--devices", 2, "--device", "cpu")
     main([str(argument) for argument in command])
     assert ranks == capsys.readouterr().out
