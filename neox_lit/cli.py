@@ -15,7 +15,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import lightning_zero3  # noqa: F401  registers strategy names, and its classes can be named in YAML
 from lightning_zero3 import Zero3Error
-from neox_lit.commands import convert, evaluate, generate, read_head, tokenizer
+from neox_lit.checkpoints.heads import read_head
+from neox_lit.commands import convert, evaluate, generate, tokenizer
 from neox_lit.data import TextDataModule
 from neox_lit.errors import NeoXError
 from neox_lit.module import NeoXLightning

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_zero3.checkpoints.sharded_checkpoint import read_extra
 from neox_lit import checkpoints
 from neox_lit import evaluate as evaluation
+from neox_lit.checkpoints.heads import is_of_training, read_head
 from neox_lit.config import PRESETS, NeoXConfig
 from neox_lit.corpus import Corpus
 from neox_lit.errors import NeoXError
@@ -227,10 +226,8 @@ def load_module(checkpoint: str, device: str = "cpu") -> NeoXLightning:
     Raises:
         NeoXError: No such file, not a checkpoint, or one of something else.
     """
-    path = Path(checkpoint)
-    ours = path.suffix == ".ckpt" or (path / ".metadata").exists() or not path.exists()
     try:
-        if ours:
+        if is_of_training(checkpoint):
             read_head(checkpoint)
             return NeoXLightning.load_from_checkpoint(checkpoint, map_location=device, weights_only=True).eval()
         module = NeoXLightning(pretrained=checkpoint)
@@ -240,23 +237,3 @@ def load_module(checkpoint: str, device: str = "cpu") -> NeoXLightning:
         raise
     except Exception as error:  # torch and pickle raise many kinds
         raise NeoXError(f"checkpoint {checkpoint!r} is not one of NeoXLightning: {error}") from error
-
-
-def read_head(checkpoint: str | os.PathLike) -> dict[str, Any]:
-    """What a checkpoint, a file or a sharded directory, says beside its weights, which are not read.
-
-    Raises:
-        NeoXError: No such file, or not a checkpoint.
-    """
-    path = Path(checkpoint)
-    if not path.exists():
-        raise NeoXError(f"checkpoint {str(checkpoint)!r}: no such file (here: {Path.cwd()})")
-    try:
-        if path.is_dir():
-            return read_extra(path)
-        content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-    except Exception as error:  # torch and pickle raise many kinds, and advise to trust the file
-        raise NeoXError(f"{str(checkpoint)!r} is not a checkpoint, or is damaged ({type(error).__name__})") from error
-    if not isinstance(content, dict):
-        raise NeoXError(f"{str(checkpoint)!r} is not a checkpoint: it holds a {type(content).__name__}")
-    return content

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, TypeVar
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_zero3 import Zero3Strategy
+from neox_lit.checkpoints.heads import is_of_training, read_head
 from neox_lit.errors import NeoXError
 from neox_lit.module import NeoXLightning
 
 T = TypeVar("T")
 
 
-class _Worker(LightningModule):
-    """A model and what is to be done with it."""
+class _Worker(NeoXLightning):
+    """A module that does in a step what is to be done."""
 
-    def __init__(self, module: NeoXLightning, work: Callable[[NeoXLightning], Any]) -> None:
-        super().__init__()
-        self.module, self._work = module, work
-
-    def configure_model(self) -> None:
-        self.module.configure_model()
+    work: Callable[[NeoXLightning], Any]
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         try:
-            return self._work(self.module)
+            return self.work(self)
         except NeoXError as error:
             error.on_all_ranks = True  # they all do the same
             raise
@@ -67,7 +64,21 @@ def on_ranks(
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    module = NeoXLightning(pretrained=checkpoint)
-    found = trainer.predict(_Worker(module, work), DataLoader([0]))  # type: ignore[arg-type]
+    options, ckpt_path = _source(checkpoint)
+    module = _Worker(**options)
+    module.work = work
+    found = trainer.predict(module, DataLoader([0]), ckpt_path=ckpt_path)  # type: ignore[arg-type]
     assert found is not None
     return found[0]  # type: ignore[return-value]
+
+
+def _source(checkpoint: str) -> tuple[dict[str, Any], str | None]:
+    """What to make a module with, and what to load into it then.
+
+    Weights of a training in 8 bits, or with adapters, mean something in a module of that kind only.
+    """
+    told = read_head(checkpoint).get("hyper_parameters", {}) if is_of_training(checkpoint) else {}
+    if told.get("int8") or told.get("lora"):
+        known = signature(NeoXLightning).parameters
+        return {name: value for name, value in told.items() if name in known}, checkpoint
+    return {"pretrained": checkpoint}, None

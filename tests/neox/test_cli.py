@@ -144,8 +144,9 @@ def test_prompts_of_a_file_are_continued_as_each_alone(neox_lit, trained, tmp_pa
             neox_lit(*options, *wrong)
 
 
-def test_generate_from_a_sharded_checkpoint(tmp_path, trained):
+def test_generate_from_a_sharded_checkpoint_and_open_it_consolidated(tmp_path, trained):
     from lightning_zero3.checkpoints import sharded_checkpoint
+    from lightning_zero3.checkpoints.consolidate import consolidate
     from lightning_zero3.checkpoints.durable import saved
 
     content = torch.load(trained.checkpoint, weights_only=True)
@@ -155,16 +156,11 @@ def test_generate_from_a_sharded_checkpoint(tmp_path, trained):
     sharded_checkpoint.write(tmp_path / "sharded.ckpt", entries, extra, None)
     ours, file = (load_module(str(path)) for path in (tmp_path / "sharded.ckpt", trained.checkpoint))
     assert ours.complete("The", 8) == file.complete("The", 8)
-
-
-def test_what_zero3_consolidate_made_of_a_checkpoint_opens(tmp_path, trained):
-    from lightning_zero3.checkpoints.consolidate import consolidate
-
-    consolidate(trained.checkpoint, tmp_path / "model.safetensors")
-    direct, detour = open_checkpoint(trained.checkpoint), open_checkpoint(tmp_path)
-    assert detour.tensors.keys() == direct.tensors.keys()
-    for name, tensor in direct.tensors.items():
-        assert torch.equal(whole(detour.tensors[name]), whole(tensor))
+    consolidate(tmp_path / "sharded.ckpt", tmp_path / "model.safetensors")
+    direct = open_checkpoint(trained.checkpoint)
+    weights = open_checkpoint(tmp_path / "model.safetensors").tensors
+    assert weights.keys() == direct.tensors.keys()
+    assert all(torch.equal(whole(weights[name]), whole(tensor)) for name, tensor in direct.tensors.items())
 
 
 def test_bad_checkpoints_are_named(tmp_path, trained):

@@ -17,6 +17,7 @@ from lightning_zero3.tools.plan import plan
 from neox_lit import Int8Linear, NeoXError, NeoXLightning, NeoXModel, add_lora, to_int8
 from neox_lit.finetune import set_trainable
 from neox_lit.int8 import LINEARS
+from neox_lit.ranks import on_ranks
 from tests.harness import assert_same, distributed
 from tests.harness.oracles import fit
 from tests.neox.helpers import random_model, tiny
@@ -172,6 +173,8 @@ def test_int8_beside_adapters_is_saved_loaded_and_resumed_in_either_form(tmp_pat
         frozen = {k: v for k, v in loaded.state_dict().items() if v.dtype is torch.int8 or k.endswith("scale")}
         assert len(frozen) == 2 * 2 * 4
         assert_same(frozen, {k: whole.weights[k] for k in frozen}, rtol=0, atol=0)
+        texts = on_ranks(str(path), lambda m: m.generate([[1, 2, 3]], 8), 2, accelerator="cpu", strategy=zero3())
+        assert texts == loaded.generate([[1, 2, 3]], 8)
 
 
 @distributed(world=2)
