@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero3 import compat
+from lightning_zero3.access import ParkedParameter
 from lightning_zero3.checkpoints.boxes import FlatRange
 from lightning_zero3.comm import Communicator
 from lightning_zero3.errors import Zero3Error
@@ -148,6 +149,7 @@ class Chunk:
 
     def point_to(self, views: list[Tensor]) -> None:
         """Let the parameters' data be `views`."""
+        self.unpark()
         self._pointed_to = views
         for param, view in zip(self.params, views, strict=True):
             param.data = view
@@ -156,6 +158,15 @@ class Chunk:
         """Let the parameters' data be the placeholders."""
         self.point_to(self._placeholders)
         self._versions = [p._version for p in self.params]
+        for param in self.params:
+            if type(param) is nn.Parameter:
+                param.__class__ = ParkedParameter  # type: ignore[assignment]
+
+    def unpark(self) -> None:
+        """Let the parameters be of their own class again."""
+        for param in self.params:
+            if type(param) is ParkedParameter:
+                param.__class__ = nn.Parameter  # type: ignore[assignment]
 
     def check_parked(self) -> None:
         """Raise if someone wrote to, moved or cast a parameter since `park`."""
@@ -186,9 +197,9 @@ class Chunk:
         for name, param, version in zip(self.names, self.params, self._versions, strict=True):
             if param._version != version:
                 raise Zero3Error(
-                    f"parameter {name!r} of layer {self.layer!r} was written while its layer was in use (set on "
-                    "the first batch, max_norm of an embedding, ...). Gathered parameters are copies. Do it before "
-                    "training, inside `with gather_parameters(module, writeback=True):`."
+                    f"parameter {name!r} of layer {self.layer!r} was written while its layer was in use (set on the "
+                    "first batch, max_norm of an embedding, an average by hand, ...). Gathered parameters are copies. "
+                    "Do it before training or between steps, in `with gather_parameters(module, writeback=True):`."
                 )
 
     # -- gradients ----------------------------------------------------------------------------------------------------

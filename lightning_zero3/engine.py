@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -84,6 +84,7 @@ class Engine:
         self._uses = 0  # calls of layers in progress
         # Not released after their use, but when the forward ends: parameters are read outside of it, or looked at.
         self._borrowed: set[Zero3Layer] = set()
+        self._operands: dict[Zero3Layer, None] = {}  # fetched for an operation, until it is another layer's turn
         self._warned: set[Zero3Layer] = set()
         self._tasks: set[int] = set()  # graph tasks of the backward in progress
         self._needed: set[Zero3Layer] = set()  # layers whose backward has begun and not ended
@@ -109,6 +110,8 @@ class Engine:
         else:
             if self._uses == 0:
                 self._begin_forward()
+            self._end_operations([layer])
+            self._operands.pop(layer, None)
             self._fetch(layer, self._path)
         self._uses += 1
 
@@ -124,6 +127,7 @@ class Engine:
         if not keep:
             layer.release()
         if self._uses == 0:
+            self._end_operations()
             for borrowed in self._borrowed:
                 borrowed.release()
             self._borrowed.clear()
@@ -147,6 +151,29 @@ class Engine:
             self._borrowed.add(layer)
             self._fetch(layer, self._path, "read")
 
+    def before_operation(self, layers: Collection[Zero3Layer]) -> None:
+        """A torch operation takes parameters of these layers, outside of their use: they must be there.
+
+        They stay for further operations on the same layer. A penalty on all weights has one layer at a time.
+        """
+        if not self.computing:
+            return
+        self._end_operations(layers)
+        for layer in layers:
+            if layer.state not in (LayerState.SHARDED, LayerState.FETCHING):
+                continue
+            if compat.current_graph_task() != -1:
+                self.before_backward_use(layer)
+            else:
+                self._operands[layer] = None
+                self._fetch(layer, self._path, "operation")
+
+    def _end_operations(self, but_on: Collection[Zero3Layer] = ()) -> None:
+        for layer in [layer for layer in self._operands if layer not in but_on]:
+            del self._operands[layer]
+            if not layer.depth and layer not in self._borrowed:
+                layer.release()
+
     def keep_until_pass_ends(self, layer: Zero3Layer) -> None:
         """Do not release a layer after its use: something outside looks into its slot."""
         self._borrowed.add(layer)
@@ -160,6 +187,8 @@ class Engine:
             layer = self.layers[event.layer]
             if event.what == "read":
                 self.read(layer)
+            elif event.what == "operation":
+                self.before_operation([layer])
             elif layer is not self.root:
                 layer.enter()
                 layer.leave()
@@ -169,6 +198,7 @@ class Engine:
         if self._tasks and _SCOPE not in self._tasks:
             self._recover()
         self._borrowed.clear()
+        self._operands.clear()
         for layer in self.layers:  # left over from a forward without backward; weights may have changed since
             layer.release()
             if torch.is_grad_enabled():

@@ -11,10 +11,9 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero3 import compat
-from lightning_zero3.access import WatchedParameters
+from lightning_zero3.access import WatchedParameters, disown, layer_of, own
 from lightning_zero3.chunk import Chunk
 from lightning_zero3.collect import GradientCollector
 from lightning_zero3.comm import Communicator, Pending
@@ -28,15 +27,6 @@ from lightning_zero3.weights import waiting_for
 __all__ = ["Zero3Layer", "layer_of"]
 
 TRAINING_PARAMS_IDX = 0  # in `Zero3Layer.chunk`
-
-# Parameter -> the layer that shards it. Weakly: the layer holds its parameters, and would hold itself for ever.
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def layer_of(param: Tensor) -> Zero3Layer | None:
-    """The layer that shards `param`, if any."""
-    layer = _owners.get(param)
-    return layer() if layer is not None else None
 
 
 class Zero3Layer(nn.Module):
@@ -116,7 +106,7 @@ class Zero3Layer(nn.Module):
         self._fetch: Pending | None = None
         self._releases_by_input = False  # this use's input gradients will tell when backward is done with it
         for _, param in owned:
-            _owners[param] = ref(self)
+            own(self, param)
         self._hooks: list[Any] = []
         self._grad_hooks: list[Any] = []
         waits = any(waiting_for(p) is not None for _, p in owned)
@@ -235,7 +225,8 @@ class Zero3Layer(nn.Module):
             hook.remove()
         for chunk in self.chunks:
             for param in chunk.params:
-                _owners.pop(param, None)
+                disown(param)
+            chunk.unpark()
         for owner in self._modules_inside():
             owner.__dict__["_parameters"] = dict(owner._parameters)
 

@@ -20,7 +20,7 @@ _REMEMBERED = 8  # passes; alternating steps (a GAN's two, accumulation's first 
 class Event(NamedTuple):
     """One thing that happens to a layer in a pass."""
 
-    what: str  # "fetch" for a use, "read" of a parameter outside of its layer's use, or "reduce"
+    what: str  # "fetch" for a use, "read" or "operation" for a parameter outside of its layer's use, or "reduce"
     layer: int
 
 

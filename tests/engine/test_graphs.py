@@ -1,5 +1,6 @@
 """Whatever graph a model builds, it trains as under DDP (or, where DDP cannot, as in one process)."""
 
+import copy
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero3 import LayerState, Zero3Error, shard_module, trainable_chunks
+from lightning_zero3 import LayerState, Zero3Error, gather_parameters, shard_module, trainable_chunks
 from lightning_zero3.shard import engine_of
 from tests.engine.runs import full_grads
 from tests.harness import DistributedError, assert_same, distributed, run
@@ -300,6 +301,17 @@ class ReadOutside(Net):
         return x + a.norm(x)
 
 
+class Penalised(Net):
+    """All parameters are read, before and after the layers' use, and no module is asked for them."""
+
+    def forward(self, x):
+        params = list(self.parameters())
+        penalty = sum(p.square().sum() for p in params) + sum(p.T.sum() ** 2 for p in params if p.ndim == 2)
+        out = super().forward(x) + 0.01 * penalty
+        flat = torch.cat([p.flatten() for p in params])  # views, of all layers at once
+        return out + 0.01 * flat.abs().mean() + 0.001 * torch.stack(torch._foreach_norm(params)).sum()
+
+
 class ReusedReentrant(Net):
     """One block three times, each in a reentrant checkpoint, with a parameter that is not used: gradients in parts."""
 
@@ -336,7 +348,7 @@ class Positions(Net):
 MODELS = [
     Net, Reused, Containers, InPlace, Unused, CheckpointAround, CheckpointAroundReentrant, CheckpointPairs,
     CheckpointInside, CheckpointInsideReentrant, Offloaded, Nested, NestedInside, Tied, Memory, Strided, Dtypes,
-    ReadOutside, ReusedReentrant, Positions,
+    ReadOutside, Penalised, ReusedReentrant, Positions,
 ]  # fmt: skip
 BY_NAME = {m.__name__: m for m in MODELS}
 LAYERS = {Block, Odd, Inner, InnerReentrant, InnerCalls, nn.Sequential, Memory.Cross, Dtypes.Mixed, Positions.Table}
@@ -712,6 +724,36 @@ def test_ranks_that_part_ways_are_named(name):
     told = str(caught.value)
     assert "the ranks went different ways" in told
     assert "layer 'blocks." in told or "layer 'last'" in told
+
+
+@distributed(world=2)
+def test_layers_of_a_penalty_are_fetched_once_each_and_evaluated_with_their_values():
+    model, plain = make("Net"), make("Net")
+    engine = shard_module(model, policy)
+    params = [list(m.parameters()) for m in (model, plain)]
+    norms, fetches = [], []
+
+    def run_and_measure(x):
+        norms.append(sum(p.norm() for p in params[0]))
+        return Net.run(model, x)
+
+    model.run = run_and_measure
+    for _ in range(3):
+        engine.comm.traffic.reset()
+        out = model(batch(0, 0)[0])
+        fetches.append(engine.comm.traffic.fetches)
+        out.sum().backward()
+    assert_same(norms, [sum(p.norm() for p in params[1])] * 3, rtol=1e-12)
+    # Each layer for its use, and once more for all of its parameters; the root's, if any, are there.
+    layers = [layer for layer in engine.layers if layer is not engine.root]
+    assert fetches == [len(engine.root.chunks) + 2 * sum(len(layer.chunks) for layer in layers)] * 3
+    assert isinstance(params[0][0], nn.Parameter)
+    assert params[0][0].sum().isnan()  # outside of a forward
+    part, plain_part = model.blocks[1].norm, plain.blocks[1].norm
+    with pytest.raises(Zero3Error, match=r"of layer 'blocks.1' is sharded over ranks, a copy of it would be NaN"):
+        copy.deepcopy(part.weight)
+    with gather_parameters(part):
+        assert_same(copy.deepcopy(part.weight), plain_part.weight, rtol=0, atol=0)
 
 
 class Written(nn.Module):
