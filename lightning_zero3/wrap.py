@@ -84,7 +84,12 @@ def plan_layers(root: nn.Module, policy: AutoWrapPolicy = "auto") -> tuple[list[
 
 
 def check_memory(root: nn.Module) -> None:
-    """Raise if tensors of a model share memory without being one parameter: sharding would part them silently."""
+    """Raise if tensors of a model share memory without being one parameter: sharding would part them silently.
+
+    Or if they cannot be sharded at all.
+    """
+    for name in (n for n, m in root.named_modules() if isinstance(m, torch.jit.ScriptModule)):
+        raise Zero3Error(f"module {name!r} is a torch.jit.ScriptModule, which takes no hooks: script it after training")
     for name in (n for n, p in root.named_parameters() if is_lazy(p)):
         raise Zero3Error(f"parameter {name!r} has no shape yet: run the lazy module once before it is sharded")
     held: dict[int, tuple[str, Tensor]] = {}

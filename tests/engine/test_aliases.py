@@ -121,9 +121,11 @@ def test_memory_that_is_shared_behind_parameters_is_refused_by_name(how):
     shard_module(Shared("nothing"), None)
 
 
-def test_a_lazy_module_is_refused_by_name():
+def test_lazy_modules_and_scripts_are_refused_by_name():
     with pytest.raises(Zero3Error, match="parameter '0.weight' has no shape yet"):
         shard_module(nn.Sequential(nn.LazyLinear(3)))
+    with pytest.raises(Zero3Error, match="module '1' is a torch.jit.ScriptModule, which takes no hooks"):
+        shard_module(nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 3))))
 
 
 def test_views_of_one_storage_that_do_not_overlap_are_no_sharing():
