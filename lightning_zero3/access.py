@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightning_zero3.engine import Engine
     from lightning_zero3.layer import Zero3Layer
 
-__all__ = ["ParkedParameter", "WatchedParameters", "disown", "layer_of", "own"]
+__all__ = ["ParkedParameter", "WatchedParameters", "as_they_are", "disown", "layer_of", "own"]
 
 # Parameter -> the layer that shards it. Weakly: the layer holds its parameters, and would hold itself for ever.
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -104,7 +104,7 @@ class ParkedParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_they_are():
             name = getattr(func, "__name__", "")
             if name in _NO_VALUES or (name in ("__get__", "__set__", "__delete__") and func not in _VALUES):
                 return func(*args, **kwargs)
@@ -124,6 +124,11 @@ class ParkedParameter(nn.Parameter):
             "ranks, a copy of it would be NaN. Copy the module before it is sharded, or the parameter inside `with "
             "gather_parameters(module):`. For averages of weights there is lightning_zero3.WeightAveraging."
         )
+
+
+def as_they_are() -> Any:
+    """Inside, nothing is fetched for looks at sharded parameters, which also cost less. For the engine's own."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def _parameters(value: Any) -> Iterator[nn.Parameter]:

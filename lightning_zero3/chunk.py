@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero3 import compat
-from lightning_zero3.access import ParkedParameter
+from lightning_zero3.access import ParkedParameter, as_they_are
 from lightning_zero3.checkpoints.boxes import FlatRange
 from lightning_zero3.comm import Communicator
 from lightning_zero3.errors import Zero3Error
@@ -260,8 +260,11 @@ class Chunk:
         gradient of; what got none because it is frozen, or toggled off, stays without.
         """
 
+        with as_they_are():
+            training = [param.requires_grad for param in self.params]
+
         def wanted(index: int) -> bool:
-            return self.params[index].requires_grad or index in arrived
+            return training[index] or index in arrived
 
         if self.followed:
             self.split(wanted)

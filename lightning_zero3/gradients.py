@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightning_zero3.access import as_they_are
 from lightning_zero3.chunk import Chunk
 from lightning_zero3.engine import Engine
 from lightning_zero3.errors import Zero3Error
@@ -65,19 +66,21 @@ class StandIns:
 
     def place(self) -> None:
         """After a backward pass."""
-        for param in (p for _, _, chunk in self._chunks() for p in chunk.params):
-            stand_in = self._made.get(param)
-            if stand_in is None or stand_in.dtype != param.dtype:  # mixed precision, while the layer is in use
-                stand_in = self._made[param] = ShardedGrad(param)
-            param.grad = stand_in
-            stand_in.placed, stand_in.zeroed = True, False
+        with as_they_are():
+            for param in (p for _, _, chunk in self._chunks() for p in chunk.params):
+                stand_in = self._made.get(param)
+                if stand_in is None or stand_in.dtype != param.dtype:  # mixed precision, while the layer is in use
+                    stand_in = self._made[param] = ShardedGrad(param)
+                param.grad = stand_in
+                stand_in.placed, stand_in.zeroed = True, False
 
     def remove(self) -> None:
         """Before a backward pass: autograd wants gradients to be None."""
         self.settle()
-        for param, stand_in in self._made.items():
-            param.grad = None
-            stand_in.placed = False
+        with as_they_are():
+            for param, stand_in in self._made.items():
+                param.grad = None
+                stand_in.placed = False
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -87,7 +90,8 @@ class StandIns:
             Zero3Error: one was replaced by something else. On every rank, whoever holds the parameter.
         """
         for layer, place, chunk in self._chunks() if self._made else ():
-            fates = [self._fate(name, param) for name, param in zip(chunk.names, chunk.params, strict=True)]
+            with as_they_are():
+                fates = [self._fate(name, param) for name, param in zip(chunk.names, chunk.params, strict=True)]
             if not any(fates):
                 continue
             chunk.split(fates.__getitem__)
@@ -99,8 +103,9 @@ class StandIns:
                     segment.param.grad = None
                 elif fate == "zeroed" and segment.param.grad is not None:
                     segment.param.grad.zero_()
-        for param, stand_in in self._made.items():
-            stand_in.placed, stand_in.zeroed = param.grad is stand_in, False
+        with as_they_are():
+            for param, stand_in in self._made.items():
+                stand_in.placed, stand_in.zeroed = param.grad is stand_in, False
 
     def _fate(self, name: str, param: nn.Parameter) -> str | None:
         """What was done to a parameter's stand-in, if anything."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero3 import compat
-from lightning_zero3.access import WatchedParameters, disown, layer_of, own
+from lightning_zero3.access import WatchedParameters, as_they_are, disown, layer_of, own
 from lightning_zero3.chunk import Chunk
 from lightning_zero3.collect import GradientCollector
 from lightning_zero3.comm import Communicator, Pending
@@ -190,7 +190,8 @@ class Zero3Layer(nn.Module):
         """
         chunks: list[Chunk] = []
         for chunk in self.chunks if self.state is not LayerState.GATHERED else ():
-            wanting = [n for n, p in zip(chunk.names, chunk.params, strict=True) if p.requires_grad]
+            with as_they_are():
+                wanting = [n for n, p in zip(chunk.names, chunk.params, strict=True) if p.requires_grad]
             if chunk.trainable or not wanting:
                 chunks.append(chunk)
                 continue
@@ -356,8 +357,9 @@ class Zero3Layer(nn.Module):
         """SHARDED -> FETCHING: start gathering all chunks into a slot. Called in the order that the engine keeps."""
         if self.state is not LayerState.SHARDED:
             return
-        for chunk in self.chunks:
-            chunk.check_parked()
+        with as_they_are():
+            for chunk in self.chunks:
+                chunk.check_parked()
         comm, slot = self.engine.comm, self.engine.pool.take(self.slot_nbytes, self)
         comm.order_after("fetch", slot.free_event)
         with comm.on_stream("fetch"):
