@@ -11,7 +11,7 @@ from neox_lit import NeoXConfig, NeoXLightning
 from neox_lit.layers import Embedding, ReadoutLayer, TransformerLayer
 from tests.engine.runs import train_zero3
 from tests.harness import assert_same, distributed
-from tests.harness.models import Tokens, batches, loader
+from tests.harness.models import AdamW, Tokens, batches, loader
 from tests.harness.oracles import fit, train_fsdp2
 
 
@@ -73,7 +73,7 @@ def make_model():
 
 
 def optimizer(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    return AdamW(model.parameters(), lr=1e-3)
 
 
 @distributed(world=[1, 2, 3, 4])

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from lightning_zero3 import PrecisionPolicy, Zero3Error, gather_parameters, shard_module, trainable_chunks
 from tests.harness import assert_same, distributed
+from tests.harness.models import AdamW
 from tests.strategy.runs import weights_of
 
 
@@ -67,7 +68,7 @@ class Net(nn.Module):
 
 
 def train(model, params, steps=3):
-    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    optimizer = AdamW(params, lr=1e-2)
     for step in range(steps):
         torch.manual_seed(step)
         loss = model(torch.randn(5, 16))

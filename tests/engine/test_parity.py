@@ -8,7 +8,7 @@ from torch import nn
 from lightning_zero3 import PrecisionPolicy
 from tests.engine.runs import counts, train_zero3
 from tests.harness import assert_same, distributed
-from tests.harness.models import MLP, Block, Pairs, Tokens, adamw, batches, tiny_gpt_neox
+from tests.harness.models import MLP, AdamW, Block, Pairs, Tokens, adamw, batches, tiny_gpt_neox
 from tests.harness.oracles import train_ddp, train_fsdp2, train_single
 
 WORLDS = [1, 2, 3, 4]
@@ -52,15 +52,8 @@ def test_hugging_face_gpt_neox_trains_like_ddp_and_fsdp2():
     data = batches(Tokens(400), world=dist.get_world_size())
     blocks = lambda m: list(m.gpt_neox.layers)  # noqa: E731
     ours = train_zero3(tiny_gpt_neox, data, adamw, 10, policy=lambda m: type(m).__name__ == "GPTNeoXLayer")
-    # Adam's first steps are the sign of the gradient: rounding in a gradient of about zero becomes lr in a weight.
-    assert_same(ours.losses, train_ddp(tiny_gpt_neox, data, adamw, 10).losses, rtol=1e-4)
+    same_run(ours, train_ddp(tiny_gpt_neox, data, adamw, 10), rtol=1e-4)
     assert_same(ours.losses, train_fsdp2(tiny_gpt_neox, data, adamw, 10, blocks=blocks).losses, rtol=1e-4)
-
-    def sgd(model):
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    ours = train_zero3(tiny_gpt_neox, data, sgd, 5, policy=lambda m: type(m).__name__ == "GPTNeoXLayer")
-    same_run(ours, train_ddp(tiny_gpt_neox, data, sgd, 5), rtol=1e-4)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -80,7 +73,7 @@ def test_accumulation_and_clipping_train_like_ddp():
 @distributed(world=3)
 def test_every_implementation_of_adamw_trains_like_ddp(options):
     def optimizer(model):
-        return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+        return AdamW(model.parameters(), lr=1e-2, **options)
 
     same_run(train_zero3(make_mlp, pairs(), optimizer, 5, policy={Block}), train_ddp(make_mlp, pairs(), optimizer, 5))
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,6 +131,11 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
     return F.mse_loss(model(x), y)
 
 
+# Smooth: with torch's eps, the first steps are the sign of the gradient, and rounding in a gradient of about zero
+# (of key biases, of what is hardly used) becomes lr in a weight. Which elements that befalls, the CPU decides.
+AdamW = partial(torch.optim.AdamW, eps=1e-4)
+
+
 def adamw(model: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
     """AdamW with the usual two groups: weight decay for matrices only."""
     params = [p for p in model.parameters() if p.requires_grad]
@@ -137,7 +143,7 @@ def adamw(model: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr)
+    return AdamW([g for g in groups if g["params"]], lr=lr)
 
 
 class Task(LightningModule):

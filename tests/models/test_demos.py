@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from tests.harness import assert_same, distributed
+from tests.harness.models import AdamW
 from tests.strategy.runs import trainer, weights_of, zero3
 
 SHORT = {"limit_train_batches": 5, "limit_val_batches": 3, "limit_test_batches": 3, "limit_predict_batches": 3}
@@ -82,7 +83,7 @@ class Images(LightningModule):
         return DataLoader(boring.RandomDataset(28 * 28, 64), batch_size=2)
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return AdamW(self.parameters(), lr=1e-3)
 
 
 DEMOS = {

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_zero3 import Zero3Strategy
 from tests.harness import distributed
+from tests.harness.models import AdamW
 from tests.harness.oracles import fit
 from tests.strategy.runs import same_run
 
@@ -89,9 +90,7 @@ class Wrapped(LightningModule):
     def configure_optimizers(self):
         decay = [p for p in self.parameters() if p.requires_grad and p.ndim >= 2]
         other = [p for p in self.parameters() if p.requires_grad and p.ndim < 2]
-        return torch.optim.AdamW(
-            [{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}], lr=1e-3
-        )
+        return AdamW([{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}], lr=1e-3)
 
 
 def loader(images: bool) -> DataLoader:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_zero3 import Zero3Strategy
 from neox_lit import NeoXLightning, TransformerLayer
 from neox_lit.optim import decay_groups
+from tests.harness.models import AdamW
 from tests.neox.helpers import tiny
 
 EXACT = {"rtol": 1e-9, "atol": 1e-10}  # in float64
@@ -49,7 +50,7 @@ class Tuned(NeoXLightning):
 
     def configure_optimizers(self) -> Any:
         self.configure_model()
-        return torch.optim.AdamW(decay_groups(self.parameters(), 0.1), lr=1e-2)
+        return AdamW(decay_groups(self.parameters(), 0.1), lr=1e-2)
 
 
 def module(**options: Any) -> Tuned:

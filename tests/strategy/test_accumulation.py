@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from lightning_zero3 import LayerState, Zero3Error, shard_module, trainable_chunks
 from lightning_zero3.optim import ShardedOptimizers
 from tests.harness import assert_same, distributed
-from tests.harness.models import MLP, Block, Pairs, Task, batches, default_loss, loader
+from tests.harness.models import MLP, AdamW, Block, Pairs, Task, batches, default_loss, loader
 from tests.harness.oracles import fit
 from tests.strategy.runs import make_mlp, mlp_task, same_run, weights_of, zero3
 
@@ -122,8 +122,8 @@ def test_a_step_with_gradients_that_are_held_back_is_refused():
 def test_the_engine_alone_and_an_exception_in_between(world):
     model, plain = MLP(7, 15, 16), MLP(7, 15, 16)
     engine = shard_module(model, {Block})
-    optimizer = torch.optim.AdamW(trainable_chunks(model), lr=1e-2)
-    oracle = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    optimizer = AdamW(trainable_chunks(model), lr=1e-2)
+    oracle = AdamW(plain.parameters(), lr=1e-2)
     batch = batches(Pairs(64 * world, 7), world=world)
     for step in range(3):
         with engine.no_sync():

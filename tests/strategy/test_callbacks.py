@@ -23,7 +23,7 @@ from torchmetrics import MeanSquaredError
 
 from lightning_zero3 import GradientNorms, Zero3Error
 from tests.harness import assert_same, distributed
-from tests.harness.models import Pairs, Task, adamw, loader
+from tests.harness.models import AdamW, Pairs, Task, adamw, loader
 from tests.harness.oracles import _model_parallel_strategy
 from tests.strategy.runs import WIDTHS, make_mlp, make_plain_mlp, trainer, weights_of, zero3
 
@@ -237,7 +237,7 @@ def test_gradient_norms_under_fsdp2(tmp_path):
 def test_gradient_norms_are_without_the_loss_scale(fused, tmp_path):
     rows = []
     for number, plugins in enumerate(([], [MixedPrecision("16-mixed", "cpu")], [MixedPrecision("16-mixed", "cpu")])):
-        module = Task(make_plain_mlp(), lambda net: torch.optim.AdamW(net.parameters(), lr=1e-3, fused=fused))
+        module = Task(make_plain_mlp(), lambda net: AdamW(net.parameters(), lr=1e-3, fused=fused))
         strategy = "ddp" if number == 2 else zero3()
         rows.append(logged(strategy, GradientNorms(), tmp_path / str(number), module, plugins=plugins))
     assert_same(rows[1], rows[0], rtol=2e-2)

@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 from torch.nn import functional as F
 
 from tests.harness import distributed
-from tests.harness.models import MLP, Pairs, loader
+from tests.harness.models import MLP, AdamW, Pairs, loader
 from tests.harness.oracles import fit
 from tests.strategy.runs import same_run, zero3
 
@@ -30,7 +30,7 @@ class Gan(LightningModule):
         self.turn, self.zero_first, self.clip = turn, zero_first, clip
 
     def configure_optimizers(self):
-        g = torch.optim.AdamW(self.generator.parameters(), lr=1e-2)
+        g = AdamW(self.generator.parameters(), lr=1e-2)
         d = torch.optim.SGD(self.discriminator.parameters(), lr=5e-2, momentum=0.9)
         return [g, d], [torch.optim.lr_scheduler.StepLR(o, step_size=2, gamma=0.5) for o in (g, d)]
 
@@ -106,7 +106,7 @@ class Accumulating(LightningModule):
         self.net = MLP(7, 15, 16)
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        return AdamW(self.net.parameters(), lr=1e-2)
 
     def training_step(self, batch, batch_idx):
         x, y = batch

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.scaler import Zero3GradScaler
 from tests.harness import assert_same, distributed
-from tests.harness.models import Pairs, Task, adamw, loader
+from tests.harness.models import AdamW, Pairs, Task, adamw, loader
 from tests.harness.oracles import fit
 from tests.strategy.runs import WIDTHS, make_mlp, trainer, weights_of, zero3
 
@@ -63,7 +63,7 @@ def only_shift(net):
 
 
 def fused(net):
-    return torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+    return AdamW(net.parameters(), lr=1e-2, fused=True)
 
 
 @pytest.mark.parametrize("make_optimizer", [adamw, only_shift, fused])

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero3 import LayerState, gather_parameters, shard_module, trainable_chunks
 from tests.harness import assert_same, distributed
-from tests.harness.models import MLP, Block, Pairs, Task, adamw, default_loss, loader
+from tests.harness.models import MLP, AdamW, Block, Pairs, Task, adamw, default_loss, loader
 from tests.strategy.runs import make_mlp, trainer, weights_of, zero3
 
 DATA = Pairs(96, 7)
@@ -121,9 +121,7 @@ class At(Callback):
 def everything(net):
     """An optimizer that was given frozen parameters too, decay and no-decay apart."""
     groups = [[p for p in net.parameters() if (p.ndim > 1) == big] for big in (True, False)]
-    return torch.optim.AdamW(
-        [{"params": g, "weight_decay": d} for g, d in zip(groups, (0.1, 0.0), strict=True)], lr=1e-2
-    )
+    return AdamW([{"params": g, "weight_decay": d} for g, d in zip(groups, (0.1, 0.0), strict=True)], lr=1e-2)
 
 
 def sgd(net):
@@ -177,7 +175,7 @@ def test_two_parameters_of_a_layer_change_places(world):
 @distributed(world=2)
 def test_a_group_added_by_hand_with_its_own_options():
     def make_module():
-        return Task(make_mlp(), lambda net: torch.optim.AdamW(net.head.parameters(), lr=1e-2))
+        return Task(make_mlp(), lambda net: AdamW(net.head.parameters(), lr=1e-2))
 
     def add(module, t):
         t.optimizers[0].add_param_group(
@@ -235,8 +233,8 @@ def test_without_lightning(world):
     for net in (model, plain):
         net.blocks[0].requires_grad_(False)
     engine = shard_module(model, {Block})
-    optimizer = torch.optim.AdamW(trainable_chunks(model), lr=1e-2)
-    oracle = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = AdamW(trainable_chunks(model), lr=1e-2)
+    oracle = AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
     batch = [torch.stack(t) for t in zip(*(DATA[i] for i in range(8)), strict=True)]
     for step in range(4):
         if step == 2:
