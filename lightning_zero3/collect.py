@@ -53,7 +53,6 @@ class GradientCollector:
         """Take in one parameter's gradient."""
         again = (place, index) in self._arrived  # nested passes bring gradients in parts
         if not again and self._is_flat(grad):
-            self._layer.engine.touch()
             self._into = Views([grad.as_strided((grad.numel(),), (1,))], [[grad]])
             self._arrived.add((place, index))
             self._missing.clear()
@@ -144,7 +143,6 @@ class GradientCollector:
     def _take_memory(self) -> None:
         engine, trainable = self._layer.engine, self._layer.trainable
         if self._world_size == 1:  # nothing travels: the gradient is what the optimizer gets
-            engine.touch()
             flats = [torch.empty(c.total, dtype=c.reduce_dtype, device=c.data.device) for c in trainable]
             self._into = Views(flats, [c.views(f) for c, f in zip(trainable, flats, strict=True)])
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -78,6 +78,9 @@ class Engine:
         self.buffers: list[tuple[dict[str, Tensor | None], str]] = []
         self._buffers_differ = False
         self.bare_state_dicts = False  # let state dicts of sharded modules pass, for `full_state_dict`
+        # Called when a backward pass begins, and when its gradients are complete or it has failed.
+        self.before_backward: Callable[[], None] = lambda: None
+        self.after_backward: Callable[[], None] = lambda: None
         self._forward = {True: Path(), False: Path()}  # with and without gradients
         self._backward = Path()
         self._path = self._forward[True]  # of the forward that is going on, or was last
@@ -249,14 +252,14 @@ class Engine:
         if task in self._tasks:
             return
         if not self._tasks:
-            self._backward.begin()
+            self._begin_backward()
         self._tasks.add(task)
         compat.queue_end_of_backward(lambda: self._task_ends(task))
 
     @contextmanager
     def backward_scope(self) -> Iterator[None]:
         """All that happens inside is one backward pass, however many graph tasks it takes."""
-        self._backward.begin()
+        self._begin_backward()
         self._tasks.add(_SCOPE)
         try:
             yield
@@ -264,6 +267,10 @@ class Engine:
             self._recover()
             raise
         self._task_ends(_SCOPE)
+
+    def _begin_backward(self) -> None:
+        self._backward.begin()
+        self.before_backward()
 
     def before_backward_use(self, layer: Zero3Layer) -> None:
         """Backward needs a layer's weights: fetch it, and the next ones ahead."""
@@ -284,7 +291,6 @@ class Engine:
 
     def grad_slot(self, layer: Zero3Layer, nbytes: int) -> Slot:
         """A slot for a layer's flat gradient. Waits for the oldest reduction when enough are in flight."""
-        self.touch()
         self._land_all_but(_REDUCTIONS)
         slot = self.pool.take(nbytes, layer)
         if slot.free_event is not None:
@@ -358,6 +364,7 @@ class Engine:
         for layer in self.layers:
             if not layer.depth:
                 layer.release()
+        self.after_backward()
         if not self._backward.end():
             self.comm.agree("end of backward")
 
@@ -392,4 +399,5 @@ class Engine:
             layer.grads.drop()
             if not layer.depth:
                 layer.release()
+        self.after_backward()
         self._backward.begin()

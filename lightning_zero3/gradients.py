@@ -4,6 +4,8 @@ The gradient itself is on the segments, a part of it on each rank. Were `paramet
 quietly do nothing: `module.zero_grad()`, `clip_grad_norm_(module.parameters())`, Lightning's `grad_norm`. So between
 backward passes each trainable parameter's gradient is a `ShardedGrad`. It can be zeroed, or set to None, which is then
 done to the parameter's part of the segments; all else raises an error that names the way to do it.
+
+A backward pass finds them removed, but for the first gradient that arrives, which is how the engine learns of the pass.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightning_zero3 import compat
 from lightning_zero3.access import as_they_are
 from lightning_zero3.chunk import Chunk
 from lightning_zero3.engine import Engine
@@ -30,6 +33,7 @@ class ShardedGrad(Tensor):
 
     placed: bool  # is, or was until the user changed it, some parameter's gradient
     zeroed: bool
+    arrived: Tensor | None = None  # what autograd has added, until the layer takes it
 
     @staticmethod
     def __new__(cls, param: Tensor) -> ShardedGrad:
@@ -42,12 +46,19 @@ class ShardedGrad(Tensor):
         if func in (torch.ops.aten.detach.default, torch.ops.aten.zero_.default):
             args[0].zeroed = args[0].zeroed or func is torch.ops.aten.zero_.default
             return args[0]
+        if func in (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor) and compat.current_graph_task() != -1:
+            args[0].arrived = args[1].clone()  # others may have the same memory as their gradient
+            return args[0]
         raise Zero3Error(
             f"{func} on a parameter's gradient, which is sharded over ranks. To clip: Trainer(gradient_clip_val=...), "
             "or self.trainer.strategy.clip_grad_norm_(optimizer, ...) in manual optimization. Norms: GradientNorms() "
-            "among the Trainer's callbacks, or self.trainer.strategy.grad_norms(). "
-            "For backward in manual optimization: self.manual_backward(loss), not loss.backward()."
+            "among the Trainer's callbacks, or self.trainer.strategy.grad_norms()."
         )
+
+    def take_arrived(self) -> Tensor | None:
+        """The gradient that has arrived, once."""
+        arrived, self.arrived = self.arrived, None
+        return arrived
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGrad({list(self.shape)}, {self.dtype})"
@@ -62,6 +73,7 @@ class StandIns:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        engine.before_backward, engine.after_backward = self.remove, self.place
         self._made: dict[nn.Parameter, ShardedGrad] = {}
 
     def place(self) -> None:

@@ -19,6 +19,7 @@ from lightning_zero3.collect import GradientCollector
 from lightning_zero3.comm import Communicator, Pending
 from lightning_zero3.engine import Engine
 from lightning_zero3.errors import Zero3Error
+from lightning_zero3.gradients import ShardedGrad
 from lightning_zero3.meta import materialize
 from lightning_zero3.slots import Slot, SlotViews
 from lightning_zero3.state import LayerState
@@ -483,9 +484,15 @@ class Zero3Layer(nn.Module):
     @torch.no_grad()
     def _on_grad(self, place: int, index: int, param: Tensor) -> None:
         """A parameter's gradient is complete: move it to the flat gradient. With the last one, release and reduce."""
-        grad, param.grad = param.grad, None
+        grad = param.grad
+        if isinstance(grad, ShardedGrad):  # of before this pass, which begins here
+            grad = grad.take_arrived()
+        else:
+            param.grad = None
         if grad is None:
             return
+        self.engine.touch()
+        param.grad = None
         last = self.grads.waits_for_only(place, index)
         if last and not (self._releases_by_input and len(self.trainable) < len(self.chunks)):
             # Every use of a weight contributes to its gradient: nobody needs the slot any more, and the gradient may

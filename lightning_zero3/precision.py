@@ -63,11 +63,8 @@ class Zero3PrecisionMixin(_Base):
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         assert self.engine is not None
-        assert self.optimizers is not None
-        self.optimizers.stand_ins.remove()  # autograd wants gradients to be None
         with self.engine.backward_scope():  # gradients are complete, on all ranks, when on_after_backward runs
             super().backward(tensor, model, optimizer, *args, **kwargs)
-        self.optimizers.stand_ins.place()
 
     def main_params(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """What to clip by value."""

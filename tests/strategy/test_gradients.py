@@ -110,16 +110,28 @@ def test_replacing_a_gradient_is_an_error_that_names_the_parameter():
 
 
 class RawBackward(Manual):
+    """`loss.backward()` here and there, of which the strategy is not told. The root's scale gets its gradient first."""
+
+    def __init__(self, raw, zero):
+        super().__init__()
+        self.raw, self.zero = raw, zero
+
     def training_step(self, batch, batch_idx):
-        self.loss(batch).backward()
-        self.manual_backward(self.loss(batch))
-        self.loss(batch).backward()
+        optimizer = self.optimizers()
+        losses = [self.loss(batch), self.loss([batch[0], batch[1] * 2]) * self.net.scale]
+        self.zero(self)
+        for loss, raw in zip(losses, self.raw, strict=True):
+            loss.backward() if raw and hasattr(self.trainer.strategy, "engine") else self.manual_backward(loss)
+        optimizer.step()
+        return {"loss": sum(losses).detach()}
 
 
+@pytest.mark.parametrize("raw", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("how", ["module", "module in place", "one weight", "optimizer"])
 @distributed(world=2)
-def test_backward_without_the_strategy_is_an_error_once_gradients_are_sharded():
-    with pytest.raises(Zero3Error, match=r"self.manual_backward\(loss\), not loss.backward\(\)"):
-        trainer(zero3(), max_steps=2).fit(RawBackward(), data())
+def test_backward_without_the_strategy_accumulates_and_zeroes_likewise(how, raw):
+    ours, ddp = (fit(s(), lambda: RawBackward(raw, ZEROING[how]), data(), steps=5) for s in STRATEGIES)
+    same_run(ours, ddp)
 
 
 class Norms(Task):
