@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero3 import compat
-from lightning_zero3.access import ParkedParameter, as_they_are
+from lightning_zero3.access import ParkedParameter
 from lightning_zero3.checkpoints.boxes import FlatRange
 from lightning_zero3.comm import Communicator
 from lightning_zero3.errors import Zero3Error
@@ -252,29 +252,35 @@ class Chunk:
         return self.size * self.dtype.itemsize if self.trainable else 0
 
     @torch.no_grad()
-    def add_grad(self, part: Tensor, scale: float, keep: bool, arrived: Collection[int] = ()) -> None:
+    def add_grad(self, part: Tensor, scale: float, keep: bool) -> set[int]:
         """Add this rank's part of a reduced gradient, `[size]`, times `scale`, to the segments' gradients.
 
         `keep`: they may keep `part` itself. Otherwise its memory serves others; segments without a gradient get copies,
-        so that `zero_grad(set_to_none=True)` frees what it seems to free. `arrived`: the parameters that there was a
-        gradient of; what got none because it is frozen, or toggled off, stays without.
+        so that `zero_grad(set_to_none=True)` frees what it seems to free.
+
+        Returns:
+            The parameters that had none before.
         """
-
-        with as_they_are():
-            training = [param.requires_grad for param in self.params]
-
-        def wanted(index: int) -> bool:
-            return training[index] or index in arrived
-
-        if self.followed:
-            self.split(wanted)
+        new: set[int] = set()
         for segment in self.segments:
-            if self.followed and not (segment.param.requires_grad and all(map(wanted, segment.indices))):
+            if self.followed and not segment.param.requires_grad:
                 continue
             piece = part[segment.lo : segment.hi]
             if segment.param.grad is not None:
                 segment.param.grad.add_(piece, alpha=scale)
-            elif keep and piece.dtype == self.dtype:
+                continue
+            new.update(segment.indices)
+            if keep and piece.dtype == self.dtype:
                 segment.param.grad = piece
             else:
                 segment.param.grad = torch.mul(piece, scale).to(self.dtype)
+        return new
+
+    def drop_grad(self, unused: set[int]) -> None:
+        """Let these parameters have no gradient: optimizers then pass over them."""
+        if not self.followed or not unused:
+            return
+        self.split(lambda index: index in unused)
+        for segment in self.segments:
+            if not unused.isdisjoint(segment.indices):
+                segment.param.grad = None

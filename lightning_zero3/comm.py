@@ -237,10 +237,16 @@ class Communicator:
 
     def any(self, mine: bool) -> bool:
         """Whether it is so on any rank."""
-        flag = torch.tensor([mine], dtype=torch.uint8)
-        if self.world_size > 1:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._groups.control)
-        return bool(flag)
+        return self.any_of("a question to all ranks", [mine])[0]
+
+    def any_of(self, what: str, mine: list[bool]) -> list[bool]:
+        """Of each, whether it is so on any rank."""
+        if self.world_size == 1:
+            return mine
+        self._log(what)
+        flags = torch.tensor(mine, dtype=torch.uint8)
+        self._wait(dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._groups.control, async_op=True), what)
+        return [bool(flag) for flag in flags.tolist()]
 
     @property
     def control(self) -> dist.ProcessGroup:

@@ -92,6 +92,8 @@ class Engine:
         self._tasks: set[int] = set()  # graph tasks of the backward in progress
         self._needed: set[Zero3Layer] = set()  # layers whose backward has begun and not ended
         self._reductions: deque[Reduction] = deque()
+        # Of the chunks reduced in this pass: parameters that had no gradient before, and those that one arrived for.
+        self._landed: dict[Chunk, tuple[set[int], set[int]]] = {}
         self._holding = False  # gradients are not reduced for now
 
     def add(self, layer: Zero3Layer) -> int:
@@ -320,7 +322,7 @@ class Engine:
         if layer.grads.held:
             before, self._holding = self._holding, False
             self.reduce(layer)
-            self._land_all_but(0)
+            self._complete_gradients()
             self._holding = before
 
     @contextmanager
@@ -346,10 +348,23 @@ class Engine:
         alone = self.comm.world_size == 1
         for place, (chunk, flat) in enumerate(zip(reduction.layer.trainable, reduction.flats, strict=True)):
             scale = 1.0 if chunk.scales_early else 1.0 / self.comm.world_size
-            arrived = {index for at, index in reduction.arrived if at == place}
-            chunk.add_grad(self.comm.own(flat), scale, keep=alone, arrived=arrived)
+            new, arrived = self._landed.setdefault(chunk, (set(), set()))
+            new |= chunk.add_grad(self.comm.own(flat), scale, keep=alone)
+            arrived |= {index for at, index in reduction.arrived if at == place}
         if reduction.slot is not None:
             self.pool.give(reduction.slot)
+
+    def _complete_gradients(self) -> None:
+        """All reductions land. Parameters that no rank had a gradient of are to have none, rather than zeros.
+
+        They were frozen, or the step did not use them. An optimizer would decay them, and count the step.
+        """
+        self._land_all_but(0)
+        landed, self._landed = self._landed, {}
+        here = [index in arrived for chunk, (_, arrived) in landed.items() for index in range(len(chunk.params))]
+        used = iter(self.comm.any_of("end of gradients", here) if here else ())
+        for chunk, (new, _) in landed.items():
+            chunk.drop_grad({index for index in range(len(chunk.params)) if not next(used) and index in new})
 
     def _task_ends(self, task: int) -> None:
         self._tasks.discard(task)
@@ -358,7 +373,7 @@ class Engine:
         for layer in self.layers:
             if layer.grads.begun or (layer.grads.held and not self._holding):
                 self.reduce(layer)
-        self._land_all_but(0)
+        self._complete_gradients()
         self.comm.join("reduce")
         self._needed.clear()
         for layer in self.layers:
@@ -389,6 +404,7 @@ class Engine:
         """Forget a backward that an exception ended."""
         self._tasks.clear()
         self._needed.clear()
+        self._landed.clear()
         while self._reductions:
             reduction = self._reductions.popleft()
             with suppress(Zero3Error):  # of a rank that is gone; the exception that ended backward says more

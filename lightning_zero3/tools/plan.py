@@ -71,7 +71,7 @@ class ImaginedRanks(Communicator):
     def max(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def any(self, mine: bool) -> bool:
+    def any_of(self, what: str, mine: list[bool]) -> list[bool]:
         return mine
 
     def all_objects(self, obj: Any) -> list[Any]:
