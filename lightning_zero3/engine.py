@@ -361,6 +361,8 @@ class Engine:
         """
         self._land_all_but(0)
         landed, self._landed = self._landed, {}
+        if not any(chunk.followed for chunk in self.trainable):
+            return  # optimizers have chunks as they are, and cannot pass over parameters: no need to ask the ranks
         here = [index in arrived for chunk, (_, arrived) in landed.items() for index in range(len(chunk.params))]
         used = iter(self.comm.any_of("end of gradients", here) if here else ())
         for chunk, (new, _) in landed.items():

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_zero3 import shard_module, trainable_chunks
 from tests.harness import distributed
 from tests.harness.models import Pairs, loader
 from tests.harness.oracles import fit
@@ -62,7 +63,7 @@ def by_rank(batch_idx):
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=["each batch", "accumulated"])
 @pytest.mark.parametrize("choose", [by_step, by_rank])
-@distributed(world=[1, 2, 3])
+@distributed(world=[1, 2, 3, 4])
 def test_optimizers_pass_over_what_no_rank_used(world, choose, options):
     """Their steps are counted, and weights decay, in the steps in which some rank used them."""
     steps = 4
@@ -92,3 +93,19 @@ def test_a_gradient_outlives_micro_batches_without_one(accumulation):
     )
     same_run(ours, ddp)
     assert int(ours.optimizer_state["mixture.experts.1.weight"]["step"]) == 4
+
+
+@distributed(world=2)
+def test_without_a_trainer_it_is_zero():
+    """Chunks are not divided there: an optimizer has each as one. So ranks need not ask what was used, either."""
+    torch.manual_seed(0)
+    whole, model = Experts(), Experts()
+    model.load_state_dict(whole.state_dict())
+    engine = shard_module(model)
+    for each in (whole, model):
+        each(torch.ones(2, WIDTH), [0]).sum().backward()
+    used = torch.cat([p.grad.flatten() for p in whole.parameters() if p.grad is not None])
+    parts = [chunk.grad for chunk in trainable_chunks(model)]
+    assert all(part is not None for part in parts)
+    assert engine.comm.sum(sum(part.count_nonzero() for part in parts)) == used.count_nonzero() > 0
+    assert "end of gradients" not in [what for _, what in engine.comm._groups.steps.last]
