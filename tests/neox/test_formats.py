@@ -184,8 +184,13 @@ def written(tmp_path_factory) -> Path:
 
 
 class Code:
+    """Whoever unpickles it makes a file."""
+
+    def __init__(self, evidence: Path) -> None:
+        self.evidence = evidence
+
     def __reduce__(self):
-        return os.system, ("touch /tmp/never",)
+        return os.system, (f"touch '{self.evidence}'",)
 
 
 def swap(a: Path, b: Path) -> None:
@@ -274,7 +279,7 @@ FAULTS = {
         rf"layer_02-model_00-model_states.pt: '{QKV}' is torch.int8",
     ),
     "code": (
-        lambda d: change(file(d, 2, 0), lambda s: s.update(code=Code())),
+        lambda d: change(file(d, 2, 0), lambda s: s.update(code=Code(d / "code has run"))),
         r"layer_02-model_00-model_states.pt is refused: .*code that would run.*system.* Get the weights as safetensors",
     ),
     "the yml": (
@@ -291,6 +296,7 @@ def test_n3_n5_faults_are_named(tmp_path, written, fault):
     inflict(tmp_path / "x")
     with pytest.raises(NeoXError, match=message):
         NeoXModel.from_checkpoint(tmp_path / "x")
+    assert not (tmp_path / "x" / "code has run").exists()
 
 
 def test_n3_norms_that_drifted_are_averaged_with_one_warning(tmp_path, written):
